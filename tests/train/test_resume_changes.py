@@ -1,8 +1,9 @@
 """What a resume refuses or tells: another optimizer, changed code, other buckets of PowerSGD, another best, weights that are NaN."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,28 @@ def test_a_checkpoint_of_another_optimizer_is_refused(alone: Ranks, tmp_path: Pa
     train(spec_of(**knobs, optimizer=f"{before}(lr=0.02)", steps=18), toy_tasks.numbers(), alone, tmp_path)  # another value of an option
     words = "the optimizer has the options of the checkpoint; in the task, these are not used: lr=0.02 (0.001 is)"
     assert resumes(tmp_path)[0]["notes"] == [words]
+
+
+def grouped(parameters: Iterable[nn.Parameter], *, together: bool, decay: float = 0.0) -> torch.optim.Optimizer:
+    first, *rest = parameters
+    groups = [{"params": [first, *rest]}] if together else [{"params": [first]}, {"params": rest, "weight_decay": decay}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
+def test_other_groups_of_parameters_are_refused_and_other_options_are_told(alone: Ranks, tmp_path: Path, parallel: str) -> None:
+    spec = spec_of(parallel=parallel)
+    one, two = (
+        dataclasses.replace(toy_tasks.numbers(), optimizer=functools.partial(grouped, together=together)) for together in (True, False)
+    )
+    for place, (before, now, said) in enumerate([(one, two, "are in two groups .* now, .* in one"), (two, one, "in one group .* in two")]):
+        (tmp_path / str(place)).mkdir()
+        train(spec, before, alone, tmp_path / str(place))
+        with pytest.raises(TaskError, match=rf"{said} \(the two: weight_decay=0.0\d* and 0.0\d*\)\. To resume, make the groups"):
+            train(spec.replace(steps=18), now, alone, tmp_path / str(place))
+    other = dataclasses.replace(toy_tasks.numbers(), optimizer=functools.partial(grouped, together=False, decay=0.1))
+    train(spec.replace(steps=18), other, alone, tmp_path / "1")
+    assert any("these are not used: weight_decay=0.1 (0.0 is)" in note for row in resumes(tmp_path / "1") for note in row["notes"])
 
 
 def test_checkpoints_that_do_not_name_their_optimizer_resume(alone: Ranks, tmp_path: Path) -> None:
@@ -150,7 +173,7 @@ def test_functions_that_have_changed_are_named(tmp_path: Path) -> None:
         ("SCALE = 1.0", "SCALE = 2.0", "top level"),
         ("loss=loss)", "loss=loss, optimizer='sgd')", "build"),
     ):
-        assert provenance.code_changes(was, parts(TASK.replace(before, after))).endswith(f"as it is now: {name} in changing.py")
+        assert provenance.code_changes(was, parts(TASK.replace(before, after))).endswith(f"present code: {name} in changing.py")
     assert provenance.code_changes({}, was) == provenance.code_changes("of somebody else", was) == ""
 
 

@@ -130,13 +130,14 @@ def explodes_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
     values = [loss if math.isfinite(loss) else math.nan for _, loss in losses]
     for place in range(1, min(LEAST, len(values) - 2)):
         before, after = max(values[:place]), median(values[place : place + 5])
-        if not (before > 0 and after > AT_ONCE * before and values[place] > math.sqrt(before * after)):
+        if not (before > 0 and AT_ONCE * before < after < math.inf):
             continue
-        noise = relative_noise(values[place:])
+        first = next(at for at in range(place, len(values)) if values[at] > math.sqrt(before * after))
+        noise = relative_noise(values[first:])
         if noise is not None and math.log(after) - math.log(before) > DEVIATIONS * noise:
-            message = f"the loss explodes in step {losses[place][0]}: it is at {after:.4g}, and was {before:.4g} at most"
+            message = f"the loss explodes in step {losses[first][0]}: it is at {after:.4g}, and was {before:.4g} at most"
             hint = "a smaller learning rate, a warm-up, or clip_grad_norm=1.0"
-            return [Fault(kind="rise", step=losses[place][0], rank=None, message=message, hint=hint)]
+            return [Fault(kind="rise", step=losses[first][0], rank=None, message=message, hint=hint)]
     return []
 
 

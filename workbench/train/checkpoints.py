@@ -179,7 +179,7 @@ class Checkpoints:
                 answers = [json.loads(text) for text in self._share(json.dumps(why and [str(why), why.kind]))]
                 why = next((UnusableCheckpointError(*answer) for answer in answers if answer), None)
             if not why:
-                provenance.refuse_other_optimizer(trainer, checkpoint[0].name, checkpoint[1])
+                provenance.refuse_other_optimizer(trainer, checkpoint[0].name, checkpoint[1], source)
                 break
             named_state.refuse_import(checkpoint[1], why)
             self._passed_over[checkpoint[0]] = why

@@ -190,19 +190,53 @@ def have_changed(trainer: Trainer, samples: Mapping[str, Sequence[Any]] | None) 
     return False
 
 
-def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of this name if its content says that its optimizer is of another class; earlier workbenches do not say it.
+def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any], source: named_state.Source | None) -> None:
+    """Refuse the checkpoint of this name if its content says that its optimizer is another; earlier workbenches do not say its class.
 
     Raises:
-        TaskError: it is. Nothing was changed.
+        TaskError: it is of another class, or its groups of parameters are others. Nothing was changed.
     """
     was, now = state.get("optimizer class"), optimizer_class(trainer.optimizer).__name__
+    why = ""
     if was and was != now:
+        why = f"it has the states of {was!s:.80}, and the optimizer of the run is {now} now"
+        again, on = f"make it {was!s:.80} again", f"with {now}"
+    elif source or "names" in state:
+        known = zip(state["optimizer"]["param_groups"], state["names"], strict=True) if not source else ()
+        its = source.groups if source else [{**group, "names": own} for group, own in known]
+        why = regrouped(its, named_state.optimizer_groups(trainer), exactly=not source)
+        again, on = "make the groups as they were", "with these groups"
+    if why:
         raise TaskError(
-            f"the run cannot resume from {name}: it has the states of {was!s:.80}, and the optimizer of the run is {now} now. To resume, "
-            f"make it {was!s:.80} again. To go on with {now}, launch a new run that begins with the weights: "
+            f"the run cannot resume from {name}: {why}. To resume, {again}. To go on {on}, launch a new run that begins with the weights: "
             "wb.export_weights(run, folder), and wb.import_weights(Net(), folder) in the task. Nothing was changed"
         )
+
+
+def regrouped(its: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]], *, exactly: bool = False) -> str:
+    """In what an optimizer's groups of parameters differ from those of a checkpoint; "" = they can have the checkpoint's options.
+
+    Groups have `names`. Unless they must be `exactly` alike, groups with the same options count as one, as in another layout of the ranks.
+    """
+    if [group["names"] for group in its] == [group["names"] for group in mine]:
+        return ""
+    for groups, others, now, then in ((mine, its, "one group", "two"), (its, mine, "two groups", "one")):
+        options = [_options(group) for group in others]
+        of = {name: place for place, group in enumerate(others) for name in group["names"]}
+        for group in groups:
+            places = {of[name]: name for name in reversed(group["names"]) if name in of}
+            (first, name), *more = sorted(places.items()) or [(0, "")]
+            for place, other in more:
+                if differ := options[first].items() ^ options[place].items():
+                    option = min(differ)[0]
+                    values = f"{option}={options[first].get(option)!s:.40} and {options[place].get(option)!s:.40}"
+                    return f"{name} and {other} are in {now} of the optimizer's parameters now, and were in {then} (the two: {values})"
+    return f"the optimizer's parameters are in {len(mine)} groups now, and were in {len(its)}, or in another order" if exactly else ""
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, str]:
+    """The options of a group, as text; lr changes from step to step, and initial_lr is the peak."""
+    return {name: str(value) for name, value in group.items() if name not in ("names", "params", "lr", *IMPLEMENTATIONS)}
 
 
 def optimizer_options(trainer: Trainer) -> dict[str, list[Any]]:
@@ -217,7 +251,8 @@ def changes(trainer: Trainer, state: Mapping[str, Any], code: Mapping[str, str],
     spec, steps, kept = trainer.spec, (state.get("spec") or {}).get("steps"), optimizer_options(trainer)
     layout, buckets = changed_layout(spec, state.get("layout")), changed_buckets(spec, state)
     differ = [name for name in options if options[name] != kept.get(name, options[name])]
-    unused = ", ".join(f"{name}={options[name][0]} ({kept[name][0]} is)" for name in differ)
+    pairs = {name: next(pair for pair in zip(options[name], kept[name], strict=False) if pair[0] != pair[1]) for name in differ}
+    unused = ", ".join(f"{name}={now} ({before} is)" for name, (now, before) in pairs.items())
     was, lr = state["scheduler"].get("_last_lr", [trainer.lr])[0], f"the learning rate of step {state['step'] + 1} is {trainer.lr:.3g}"
     notes = (
         code_changes(state.get("code"), code),

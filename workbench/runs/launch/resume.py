@@ -347,7 +347,9 @@ def _user(path: Path) -> str:
 def _difference(spec: RunSpec, target: Any) -> str:
     if not isinstance(target, RunSpec):
         return f"and {target!r:.60} is not its spec"
-    name, (here, there) = next(iter(spec.changes(target).items()))
+    changes = spec.changes(target)
+    name = next((name for name in changes if name not in OF_ANOTHER_RUN), next(iter(changes)))  # the others may change
+    here, there = changes[name]
     return f"with {name}={here!r} and not {there!r}"
 
 
