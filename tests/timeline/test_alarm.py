@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -655,6 +657,64 @@ def test_what_an_alarm_holds_back_is_told_when_the_loop_ends_and_the_summary_at_
     assert capsys.readouterr().err == ""
     for _ in loop:  # a later pass has an alarm of its own
         optimizer.step()
+    assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
+    loop.close()
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Does it end within 10 s? In a thread of its own, since what waits for a lock for ever cannot be stopped."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_an_interrupt_while_the_end_of_a_loop_is_looked_at_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.timeline.alarm.INTERVAL", 1e3)
+    interrupts = [KeyboardInterrupt]
+
+    def take() -> list[Row]:
+        if interrupts:
+            raise interrupts.pop()
+        return []
+
+    alarm = Alarm(take, print)
+    alarm._looked = -1e6
+    with pytest.raises(KeyboardInterrupt):
+        alarm.pause()
+    assert ends(alarm.close)
+
+
+@pytest.mark.parametrize("holder", ["recording", "log"])
+def test_a_loop_that_is_collected_while_its_thread_holds_a_lock_is_looked_at_later(
+    holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.timeline.alarm.INTERVAL", 1e3)  # its thread sleeps
+    monkeypatch.setattr(rank_log, "_LOGS", {})
+    monkeypatch.delenv("WORKBENCH_RUN_DIR", raising=False)
+    if holder == "log":
+        monkeypatch.setenv("WORKBENCH_RUN_DIR", str(tmp_path))
+    now = [0]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.01)
+    loop = Watch([torch.zeros(2, 4)] * 801, optimizer=optimizer, alarm=True, recorder=partial(HostRecorder, lambda: now[0]))
+    recording = loop._recording
+
+    def leave() -> None:
+        batches = iter(loop)
+        for number in range(800):
+            next(batches)
+            now[0] += (60_000_000 if number < 700 else 84_000_000) + 300_000 * (number % 7)
+            optimizer.step()
+        recording.settle()
+        assert recording._alarm
+        recording._alarm._looked = -1e6
+        with recording._log._lock if recording._log else recording._lock:
+            batches.close()  # type: ignore[attr-defined]  # a generator, as the garbage collection closes it
+
+    assert ends(leave)
+    assert loop.alarms == ()
+    assert recording._alarm
+    recording._alarm.look()
     assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
     loop.close()
 

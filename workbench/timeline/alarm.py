@@ -385,14 +385,17 @@ class Alarm:
         with self._lock:
             self._look(last)
 
-    def pause(self) -> None:
-        """A loop is over: look, unless a look was a moment ago or is under way; then the thread does so later."""
+    def pause(self, free: Callable[[], bool] = lambda: True) -> None:
+        """A loop is over: look, unless a look was a moment ago or is under way, or locks are not `free`; then the thread does so later."""
         self.paused = True
         if os.getpid() != self._pid or time.monotonic() - self._looked < INTERVAL / 10 or not self._lock.acquire(blocking=False):
             return  # a loop that was left is collected in any thread, in the midst of a look, too
-        with contextlib.suppress(Exception):  # the thread meets the error as well, and says so
-            self._look(last=False)
-        self._lock.release()
+        try:
+            with contextlib.suppress(Exception):  # the thread meets the error as well, and says so
+                if free():
+                    self._look(last=False)
+        finally:  # after a KeyboardInterrupt, too
+            self._lock.release()
 
     def _look(self, last: bool) -> None:
         rows, before = self._take(), self._looked

@@ -110,6 +110,13 @@ def close_at_exit(recording: Source) -> None:
     _WITHOUT_FILE.add(recording)
 
 
+def can_take(lock: threading.Lock) -> bool:
+    """Can this thread take a lock within 0.1 s? It never can if it holds the lock itself."""
+    if taken := lock.acquire(timeout=0.1):
+        lock.release()
+    return taken
+
+
 def current_device() -> int | None:
     """Index of the CUDA device that is current in this thread; None if this process does not use CUDA yet."""
     torch = sys.modules.get("torch")
@@ -202,6 +209,11 @@ class RankLog:
     def closed(self) -> bool:
         """Is no recording attached?"""
         return self._writer is None
+
+    @property
+    def free(self) -> bool:
+        """Can this thread write a row, without waiting for long?"""
+        return can_take(self._lock)
 
     def attach(self, recording: Source) -> None:
         """Take the steps of one more recording."""

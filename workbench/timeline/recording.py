@@ -122,7 +122,11 @@ class Recording:
         """A loop is over, and perhaps the training: the alarm tells what it has, and other processes do not concern it any more."""
         self._end_load()
         if self._alarm:
-            self._alarm.pause()
+            self._alarm.pause(self._free)
+
+    def _free(self) -> bool:
+        """Can this thread take the locks that a look needs? Not if it holds one itself: a loop that was left is collected anywhere."""
+        return rank_log.can_take(self._lock) and (self._log is None or self._log.free)
 
     def _end_load(self) -> None:
         self._read_load()
