@@ -566,10 +566,10 @@ RNG = "first the random numbers (RNG of torch)"
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([STEPS[2] | {"random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at the start; the"),
+        ([STEPS[2] | {"random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at the start; di"),
         (
             [STEPS[2] | {"random": "r0", "gradients": "x"}],
-            "; the gradients differ there too, and may follow. Equal there: the weights, the ",
+            "; different there too, perhaps as a consequence: the gradients. Equal there: the weights, the ",
         ),
         ([STEPS[2] | {"samples": "s0", "random": "x", "gradients": "x"}], "first the samples (sampler, position in the data): in step 3"),
         ([STEPS[2] | {"samples": "x", "random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at"),

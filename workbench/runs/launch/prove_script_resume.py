@@ -459,7 +459,8 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> str:
             if parted:
                 when = f"after {several(passed, 'equal step')} of the resumed script" if passed else "the first after the resume"
                 how = "are as at the start" if parted[0] in anew else "differ"
-                more = f"; {', '.join(_SHORT[item] for item in parted[1:])} differ there too, and may follow" * bool(parted[1:])
+                later = ", ".join(_SHORT[item] for item in parted[1:])
+                more = f"; different there too, perhaps as a consequence: {later}" * bool(later)
                 equal = ", ".join(_SHORT[item] for item in same if item not in parted) or "nothing"
                 return f", first {ITEMS[parted[0]]}: in step {begin + passed + 1}, {when}, they {how}{more}. Equal there: {equal}"
     return ""
