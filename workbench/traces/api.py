@@ -167,7 +167,7 @@ def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLik
         raise SpecError(f"trace({spec.task!r}, …): {error}") from None
     assert parsed is not None
     steps = parsed.good(spec.queue)
-    changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps), noise_scale=False, **UNEVALUATED)
+    changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps - 1), noise_scale=False, **UNEVALUATED)
     run = launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
     wanted = spec.world_size if parsed.ranks == ALL else len(parsed.ranks)
     line, ended = Waiting("trace", budget_s), INTERRUPTED
