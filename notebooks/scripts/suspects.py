@@ -58,6 +58,7 @@ def _a() -> Loop:
     def step(batch: Tensor) -> None:
         loss = _update(model, optimizer, batch)
         report = {"loss": loss.item(), "batch": [[round(value, 3) for value in row] for row in batch.tolist()]}
+        report["percent"] = [[round(100 * value) for value in row] for row in batch.tolist()]
         json.loads(json.dumps(report))  # "structured logging"
 
     return step, loader

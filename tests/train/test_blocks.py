@@ -1,11 +1,9 @@
 """The knob `compile`: what is compiled, that the training is the same, that its first step counts in no mean."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests import toy_tasks
@@ -18,12 +16,6 @@ from workbench.train.models import Gpt
 from workbench.train.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks for it
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def blocks() -> nn.Module:

@@ -15,13 +15,12 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -38,13 +37,6 @@ from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(RunSpec(task="toy", device="cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -39,13 +38,6 @@ train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
 
 def spec_of(**knobs: Any) -> RunSpec:
     return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 20, "checkpoint_every": 6, **knobs})
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def weights(module: nn.Module) -> Tensor:

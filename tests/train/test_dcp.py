@@ -19,7 +19,6 @@ import workbench as wb
 from tests import toy_tasks
 from tests.forked import Forks
 from tests.scripts.sharing import SIZES
-from tests.train.test_checkpoints import alone as alone
 from tests.train.test_checkpoints import spec_of
 from tests.train.test_export_weights import tied
 from tests.train.test_named_state import Bomb

@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from tests import toy_tasks
@@ -17,12 +15,6 @@ from workbench.core import run_directory
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.early_stop import BestFigure, EarlyStop
 from workbench.train.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

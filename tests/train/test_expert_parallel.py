@@ -1,6 +1,5 @@
 """Divided experts: what is refused, what the exchange does to rows, how the balance is counted, and what is predicted."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 
 import workbench as wb
 from tests import toy_tasks
-from tests.train.test_checkpoints import spec_of as one_rank
 from workbench.diagnosis.measure.step_replay import whole
 from workbench.memory.estimate.fake_process_group import fake_process_group
 from workbench.runs.spec import RunSpec, SpecError
@@ -141,12 +139,6 @@ def test_a_launch_measures_what_was_predicted_and_shows_the_balance(tmp_path: An
     sent = max(call.size for call in wb.collectives(spec).calls if call.kind == "all_to_all")
     held = (measured.total - predicted.total) / sent  # exchanges whose buffers gloo still holds: 0 to 2 were seen, out of 8 in a step
     assert -0.1 < held < 4.1, str(measured - predicted)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(one_rank())
-    dist.destroy_process_group()
 
 
 def test_an_exchange_with_oneself_changes_nothing(alone: Ranks) -> None:

@@ -2,12 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import workbench as wb
@@ -20,13 +18,6 @@ from workbench.train.sharded_tensors import full_tensor
 from workbench.train.trainer import Trainer
 
 safetensors = pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def tied() -> nn.Module:

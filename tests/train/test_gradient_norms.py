@@ -1,13 +1,12 @@
 """The norms of gradients by layer are those of the whole gradients, however ranks share the model, and a resume keeps each row once."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import workbench as wb
 from tests import toy_tasks
@@ -20,12 +19,6 @@ from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.gradient_norms import GradientNorms
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def rows(path: Path, name: str = run_directory.GRADIENTS) -> list[dict[str, Any]]:

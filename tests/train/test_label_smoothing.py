@@ -1,11 +1,10 @@
 """Label smoothing of a task that knows nothing of it: exact, in training only, and refused where it would do nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
@@ -16,12 +15,6 @@ from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(32)]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 class Inside(nn.Linear):

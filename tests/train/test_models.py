@@ -1,11 +1,9 @@
 """The mixture of experts: what it computes and needs, and that a sample adds the same to the gradient in whatever batch it comes."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,12 +51,6 @@ def test_each_token_gets_its_experts_as_long_as_they_have_room(spare: float) -> 
 
     assert torch.allclose(layer(x), torch.stack([expected(sample) for sample in range(3)]), atol=1e-5)
     assert 0.5 < layer.imbalance.item() <= 4
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def test_micro_batches_that_add_up_to_a_batch_train_as_it_does(alone: Ranks) -> None:

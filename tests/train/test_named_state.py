@@ -3,13 +3,12 @@
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests import toy_tasks
@@ -26,13 +25,6 @@ from workbench.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "checkpoint_ranks.py"
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def whole(module: nn.Module) -> torch.Tensor:

@@ -1,12 +1,10 @@
 """What a training depends on beside its spec is recorded, and a run that goes on is compared with it."""
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import toy_tasks
 from workbench.batch.measure.noise_watch import NoiseLog
@@ -16,13 +14,6 @@ from workbench.train.loop import train
 from workbench.train.ranks import Ranks
 
 SPEC = RunSpec(task="toy", device="cpu", micro_batch=8, checkpoint_every=6)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(SPEC)
-    dist.destroy_process_group()
 
 
 class Changed(toy_tasks.Numbers):

@@ -3,55 +3,28 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import toy_tasks
-from workbench.batch.measure.noise_watch import NoiseLog
+from tests.train.test_checkpoints import names, train, weights
+from tests.train.test_checkpoints import spec_of as twenty_steps
+from tests.train.test_named_state import edit
 from workbench.core import run_directory
-from workbench.memory.measure.at_oom import held
-from workbench.runs.spec import RunSpec
 from workbench.runs.task import TaskError
-from workbench.train import checkpoint_file, loop, provenance, sharding
+from workbench.train import checkpoint_file, provenance, sharding
 from workbench.train.ranks import Ranks
 
-train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
-
-
-def spec_of(**knobs: Any) -> RunSpec:
-    return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 12, "checkpoint_every": 6, **knobs})
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
-
-
-def weights(module: nn.Module) -> Tensor:
-    return torch.cat([weight.detach().flatten() for weight in module.parameters()])
-
-
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / run_directory.CHECKPOINTS).iterdir())
+spec_of = functools.partial(twenty_steps, steps=12)
 
 
 def resumes(run_dir: Path) -> list[dict[str, Any]]:
     return run_directory.LineTail(run_dir / run_directory.RESUMES).read()
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a checkpoint, as if another workbench had written it."""
-    state = torch.load(path, weights_only=True)
-    change(state)
-    checkpoint_file.save(state, path)
 
 
 @pytest.mark.parametrize(("before", "now"), [("adamw", "sgd"), ("sgd", "adamw"), ("adamw", "muon"), ("adam", "adamw")])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import toy_tasks
@@ -25,13 +24,6 @@ from workbench.train.trainer import Trainer
 
 def spec_of(**knobs: Any) -> RunSpec:
     return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 4, **knobs})
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of this process alone."""
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

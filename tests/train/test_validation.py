@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ from workbench.train.sharded_tensors import full_tensor
 from workbench.train.sharding import distribute
 from workbench.train.trainer import Trainer, build_model
 from workbench.train.validation import summary, sums_of
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 def rows(path: Path, name: str = run_directory.EVALUATIONS) -> list[dict[str, Any]]:

@@ -1,13 +1,11 @@
 """The average of the weights: exact, evaluated in place of the weights, and kept in checkpoints; and weight decay of matrices alone."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -25,12 +23,6 @@ from workbench.train.checkpoints import part_path
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 from workbench.train.weight_average import WeightAverage
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    yield Ranks.join(spec_of())
-    dist.destroy_process_group()
 
 
 class Tied(nn.Module):

@@ -56,10 +56,14 @@ def prove_script(
 ) -> Proof:
     """Launch a script with a remedy and as it is, by turns, each for some seconds of steps, as often as the budget allows.
 
-    `spec`: the script; `remedy`: its `change` has some of OUTSIDE; `evidence`: of the script: its lines, and whether the samples of a batch
-    are known; `step`: seconds of one of its steps; `budget_s`: seconds for all launches. They make at least one pair, of which the interval
-    is that of usual noise; `runs_dir`: where run directories go; None = they are deleted; `launched`: where to launch it, and how long its
-    start takes; None = in the current folder, and that is not known.
+    Args:
+        spec: the script.
+        remedy: its `change` has some of OUTSIDE.
+        evidence: of the script: its lines, and whether the samples of a batch are known.
+        step: seconds of one of its steps.
+        budget_s: seconds for all launches. Two pairs at least must fit.
+        runs_dir: where run directories go; None = they are deleted.
+        launched: where to launch it, and how long its start takes; None = in the current folder, and that is not known.
 
     Raises:
         ValueError: it needs an edit of the script, does not reach what the script makes, or a launch did not run, or took too long.

@@ -304,10 +304,16 @@ def search(
     left: Callable[[], float] = lambda: math.inf,
     more: Callable[[Sequence[Rerun], float], str] = lambda *_: "",
 ) -> tuple[tuple[Rerun, ...], Decision, tuple[str, ...]]:
-    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes; with what follows, and notes.
+    """Make trainings until it is clear what owns a regression, the budget is spent, or Ctrl-C comes.
 
-    `measure` makes a training, `decide` says what follows from those so far, `left` how many seconds are left. Where the budget ended the
-    search, `more` says what to do, by the trainings and the seconds that one took on average (at least).
+    Args:
+        measure: makes a training.
+        decide: what follows from the trainings so far.
+        left: seconds that are left of the budget.
+        more: the trainings, and the seconds that one took on average (at least) → what to do where the budget ended the search, for a note.
+
+    Returns:
+        The trainings, what follows from them, and notes.
     """
     reruns, took = list[Rerun](), list[float]()
     begun = left()
@@ -351,7 +357,10 @@ def enough(made: int, to_go: int | None, each: float) -> str:
     >>> enough(3, None, 12.0)
     ', of 12.0 s each; as long as they vary so much, more of them would hardly tell: try again on a quieter machine'
 
-    `made` is the number of trainings so far, `to_go` how many more, of `each` seconds, are likely needed (None = more would not tell).
+    Args:
+        made: trainings so far.
+        to_go: how many more it is likely to take; None = more would not tell.
+        each: seconds of a training.
     """
     if each <= 0:
         return ""  # it was stopped before

@@ -259,8 +259,12 @@ def script_evidence(
     The ranks of "all" wait for each other in the backward, so how long a rank works is seen in the rest of its step: a stranger is taken to
     be as much slower than the others as the rank in its place is.
 
-    `launches`: timelines by arm, of each time that all arms were launched: "one" has one, "strangers" and "all" one per rank; `notes`: to
-    be kept; `seconds`: what the launches took; `threads`: of each rank; `foreign`: cores that other processes took meanwhile.
+    Args:
+        launches: timelines by arm, of each time that all arms were launched: "one" has one, "strangers" and "all" one per rank.
+        notes: to be kept.
+        seconds: what the launches took.
+        threads: of each rank.
+        foreign: cores that other processes took meanwhile.
 
     Raises:
         ValueError: a launch has too few steps.

@@ -62,9 +62,13 @@ def run_ab_test(
 ) -> VariantTimes:
     """Time two sides in alternating blocks; all ranks call this together.
 
-    `baseline`: the step as it is; `changed`: the step with the change; `budget_s`: seconds it may take, about; `peers`: who takes part;
-    `clock`: gives the time in seconds; `progress`: called with what comes now and what is known so far, on one rank; a KeyboardInterrupt
-    that it raises ends the test on all.
+    Args:
+        baseline: the step as it is.
+        changed: the step with the change.
+        budget_s: seconds it may take, about.
+        peers: who takes part.
+        clock: gives the time in seconds.
+        progress: called with what comes now and what is known so far, on one rank; a KeyboardInterrupt that it raises ends the test on all.
 
     Returns:
         The pairs of neighbouring blocks, in seconds per step of the slowest rank; the same on all ranks. Nothing is left out: steps

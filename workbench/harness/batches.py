@@ -273,7 +273,8 @@ class CachedBatches:
     def __init__(self, *, written: bool = False) -> None:
         """Start empty.
 
-        `written`: does the step write into the tensors of its batch? Then it is given copies.
+        Args:
+            written: does the step write into the tensors of its batch? Then it is given copies.
         """
         self.written = written
         self._held: list[Any] = []

@@ -139,10 +139,15 @@ class BlockTimer:
         clock: Callable[[], float] = time.perf_counter,
         helpers: bool = True,
     ) -> None:
-        """Nothing runs yet. `step` does one optimizer step with the batch, or batches, that it is given; `peers` are the ranks.
+        """Nothing runs yet.
 
-        `helpers`: count waits for a core of all threads of the process; False = of the calling one alone, which is right where operators
-        run in it and the other threads (of gloo, say) work beside it.
+        Args:
+            step: does one optimizer step with the batch, or batches, that it is given.
+            peers: the ranks that take part.
+            device: where it computes.
+            clock: gives the time in seconds.
+            helpers: count waits for a core of all threads of the process; False = of the calling one alone, which is right where
+                operators run in it and the other threads (of gloo, say) work beside it.
         """
         self.step, self.peers, self.device, self._helpers = step, peers, device, helpers
         self.timings = Timings()

@@ -60,9 +60,11 @@ class ReachableState:
 def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> ReachableState:
     """Everything that these objects reach, by walking over functions, containers, attributes and slots.
 
-    `roots`: the step, and what else is known; or a loader; `but`: objects at which to stop, such as the loader; `data`: the roots are
-    loaders. Then datasets and samplers are walked over, and models, optimizers and functions are not; for a step it is the other way round,
-    and the random generators that everybody shares belong to it.
+    Args:
+        roots: the step, and what else is known; or a loader.
+        but: objects at which to stop, such as the loader.
+        data: the roots are loaders. Then datasets and samplers are walked over, and models, optimizers and functions are not; for a step
+            it is the other way round, and the random generators that everybody shares belong to it.
     """
     state = ReachableState()
     modules: list[nn.Module] = []

@@ -53,8 +53,12 @@ def machine_speeds(
 
     Nothing is measured while something slows down each call of Python or torch (see `slowed_by`), since the file is kept for good.
 
-    `names`: those that are needed, of `SPEEDS`; `fresh`: measure all of these anew; `budget_s`: seconds after which no further kind is
-    begun; it is measured the next time; `measures`: for tests: in place of MEASURES; `clock`: for tests: in place of the real one.
+    Args:
+        names: those that are needed, of `SPEEDS`.
+        fresh: measure all of these anew.
+        budget_s: seconds after which no further kind is begun; it is measured the next time.
+        measures: for tests: in place of MEASURES.
+        clock: for tests: in place of the real one.
     """
     known = MachineSpeeds.load()
     missing = list(names) if fresh else known.missing(names)
@@ -95,8 +99,10 @@ def per_call(
 ) -> Speed:
     """Seconds of something that takes little: the median over blocks of many calls.
 
-    `call`: does it so many times; `clock`: seconds; by default CPU of this thread, so that other processes that take its core do not count;
-    `before`: done before each block, and not timed: waits until a queue is empty, since calls that fill one wait for the device.
+    Args:
+        call: does it so many times.
+        clock: seconds; by default CPU of this thread, so that other processes that take its core do not count.
+        before: done before each block, and not timed: waits until a queue is empty, since calls that fill one wait for the device.
     """
     count, taken = 1, 0.0
     while taken < BLOCK_SECONDS / 2:  # the first calls warm up

@@ -36,7 +36,9 @@ class SavedState:
     def __init__(self, state: ReachableState, *, most_bytes: int = MAX_BYTES) -> None:
         """Save.
 
-        `state`: what to save; `most_bytes`: of tensors and arrays that are neither weights nor held by an optimizer.
+        Args:
+            state: what to save.
+            most_bytes: of tensors and arrays that are neither weights nor held by an optimizer.
         """
         self.left_out: list[str] = []
         """What cannot be restored, in words."""

@@ -126,10 +126,13 @@ class StackSampler:
     def __init__(
         self, *, every: float = INTERVAL, fine: bool = False, operators: bool = True, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Prepare the sampler, which starts with the `with` block and samples `every` so many seconds.
+        """Prepare the sampler. It starts with the `with` block.
 
-        `fine`: sample short calls, too; all threads then wait less for the interpreter, which may change what is measured. `operators`: a
-        line's time includes operators of torch; else it is Python code, waiting, and other C code only.
+        Args:
+            every: seconds between two samples.
+            fine: also sample short calls. All threads then wait less for the interpreter, which may change what is measured.
+            operators: does a line's time include operators of torch? If not, it is Python code, waiting, and other C code only.
+            clock: gives the time in seconds.
         """
         self._every, self._fine, self._operators, self._clock = every, fine, operators, clock
         self._switch = 0.0
@@ -204,7 +207,10 @@ class StackSampler:
     def lines(self, calls: Collection[int] | None = None, *, most: int = 8, least: float = 0.01) -> tuple[tuple[str, float], ...]:
         """The user's lines with their share of the sampled time, largest first.
 
-        `calls`: calls of step() to include; None = all; `most`: largest number of lines; `least`: lines with a smaller share are left out.
+        Args:
+            calls: calls of step() to include; None = all.
+            most: largest number of lines.
+            least: lines with a smaller share are left out.
         """
         with self._lock:
             some = [dict(seen) for call, seen in self._seen.items() if calls is None or call in calls]

@@ -70,10 +70,15 @@ class StepAlarm:
         losses: Callable[[int, int], list[float]] | None = None,
         done: int = 0,
     ) -> None:
-        """Nothing is known yet; `done` steps were taken before, such as before a restart.
+        """Nothing is known yet.
 
-        `memory` gives the bytes that this process holds now, `device_memory` those of its GPU. `losses` gives those of so many steps that
-        follow (nan = not known, inf = NaN or infinite), and reads one in so many from now on. What is None is not followed.
+        Args:
+            rank: of this process.
+            memory: bytes that it holds now; None = not followed.
+            device_memory: the same of its GPU.
+            losses: gives the losses of so many steps that follow, nan = not known, inf = NaN or infinite, and reads one in so many from
+                now on; None = they are not followed.
+            done: steps that were taken before, such as before a restart.
         """
         self.rank, self._losses, self._done = rank, losses, done
         self._memory = (memory or (lambda: math.nan), *([device_memory] if device_memory else []))

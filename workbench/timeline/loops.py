@@ -20,8 +20,9 @@ def samples_in(batch: Any, batch_size: int | None = None) -> int | None:
     Where they differ, some count tokens, nodes or boxes. In a list inside the batch every tensor may well be one sample
     (`tuple(zip(*samples))`), so such lists say nothing.
 
-    `batch`: of tensors in any containers. `batch_size`: samples of a full batch of its loader; None = not known. Only batches that differ
-    from it are looked at closely.
+    Args:
+        batch: of tensors in any containers.
+        batch_size: samples of a full batch of its loader; None = not known. Only batches that differ from it are looked at closely.
     """
     first = batch[0] if batch.__class__ in (tuple, list) and batch else batch
     try:
@@ -172,9 +173,11 @@ class Loop:
     ) -> Iterator[T]:
         """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once.
 
-        `open_loops`: the loops that are open; this one is among them while it runs. `loader`: gives the batches. `watching`: a context that
-        is active as long as the loop is open. `sized_by`: the DataLoader that tells how many samples are in them, where `loader` is only
-        its iterator.
+        Args:
+            open_loops: the loops that are open; this one is among them while it runs.
+            loader: gives the batches.
+            watching: a context that is active as long as the loop is open.
+            sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
         """
         now, marks = self.recorder.now, self.recorder.marks
         sized_by = loader if sized_by is None else sized_by

@@ -131,10 +131,14 @@ class DeviceRecorder:
         device: int | None = None,
         kind: Any = None,
     ) -> None:
-        """Start without marks. `new_event` makes an event that notes the time; `stream` gives the current stream of a device by its index.
+        """Start without marks.
 
-        `capturing` says whether a CUDA graph is being captured, which is not asked on the default stream. `device` need not be the current
-        one of this thread. `kind` is the type whose methods are called, one of which the events are; None = each event's own.
+        Args:
+            new_event: Makes an event that notes the time.
+            capturing: Is a CUDA graph being captured just now? Not asked on the default stream, on which nothing can be captured.
+            stream: The current stream of a device, given by its index.
+            device: The device to mark, which need not be the current one of this thread.
+            kind: The type whose methods are called, one of which the events are; None = each event's own.
         """
         self._new_event, self._capturing, self._stream, self.device = new_event, capturing, stream, device
         self._record: Callable[[Event, Any], None] = kind.record if kind else lambda event, stream: event.record(stream)

@@ -177,8 +177,13 @@ class Totals:
 def lines_of(rows: list[Row], start: int, totals: Totals, *, at: int, memory: int, cpu: float) -> str:
     """The lines of steps; the last one also has what was read after them and, now and then, the totals.
 
-    `rows`: the steps; `start`: number of the first one; `totals`: of the file so far, to which these are added; `at`: bytes in the file
-    before them; `memory`: peak bytes of the process; `cpu`: CPU seconds of the process and its workers.
+    Args:
+        rows: the steps.
+        start: number of the first one.
+        totals: of the file so far, to which these are added.
+        at: bytes in the file before them.
+        memory: peak bytes of the process.
+        cpu: CPU seconds of the process and its workers.
     """
     lines = "".join([_LINE % (number, *row) for number, row in enumerate(rows, start)]).replace("None", "null").removesuffix("}\n")
     totals.add(rows, memory)

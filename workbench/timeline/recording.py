@@ -36,10 +36,14 @@ class Recording:
     ) -> None:
         """Start with no steps.
 
-        `recorder` makes the mark recorder of each loop, `steps_by` ends a step, `log` is the file to write (None = that of this rank in the
-        run directory of the environment, if any). `notes` are the timeline's, and `expected` those by phase, if no step spent time in it.
-        `alarm` is as `Alarm` has it; False = only if the launch asks for it. `load`: on a CPU, measure what other processes take while a
-        loop runs; not in a run, whose launch looks at the machine.
+        Args:
+            recorder: Makes the mark recorder of each loop.
+            steps_by: What ends a step.
+            log: File of JSON lines to write; None = that of this rank if a run directory is set in the environment, else no file.
+            notes: What the timeline should say about the way it was measured.
+            expected: Notes by phase, to be added if no step spent any time in that phase.
+            alarm: tell when a phase changes for good, see `alarm.Alarm`; False = only if the launch asks for it.
+            load: on a CPU, measure what other processes take while a loop runs; not in a run, whose launch looks at the machine.
         """
         self._new_recorder, self._rules, self._expected = recorder, StepRules(steps_by=steps_by), expected or {}
         self._notes = (*notes, *rank_log.notes_on_environment())

@@ -131,7 +131,11 @@ def _described(model: nn.Module) -> str:
 
 
 def selecting(kept: Collection[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """A context for a block's forward, which keeps results of operators (overloads of torch.ops), and one for its recomputation."""
+    """A context for a block's forward, and one for its recomputation.
+
+    Args:
+        kept: operators (overloads of torch.ops) whose results are kept.
+    """
     results: dict[Any, deque[_Result]] = defaultdict(deque)
     return _Keeping(kept, results), _Using(results)
 

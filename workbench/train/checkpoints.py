@@ -231,9 +231,11 @@ class Checkpoints:
         writer.close()
 
     def _cut_rows(self, done: int, last: Mapping[int, str]) -> None:
-        """Keep the rows of the first `done` steps, which count from 0 in a rank's own file and from 1 in the others.
+        """Keep the rows of the first `done` steps. Steps count from 0 in a rank's own file, from 1 in the others.
 
-        By rank, `last` is the line of the last of them in its own file, if that did not get there before the run ended.
+        Args:
+            done: steps that were taken.
+            last: by rank, the line of the last of them in its own file, if that did not get there before the run ended.
         """
         rank, run_dir = self._ranks.rank, self._folder.parent
         files: dict[str, Callable[[Mapping[str, Any]], bool]] = {

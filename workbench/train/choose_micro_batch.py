@@ -35,10 +35,14 @@ _ERROR_LINES = 3
 
 
 def choose(spec: RunSpec, ranks: Ranks) -> int:
-    """The micro-batch for a spec with micro_batch="auto"; rank 0 prints it, and why. A collective, before anything is on the device.
+    """The micro-batch for a spec with micro_batch="auto"; rank 0 prints it, and why. A collective: all ranks must call it.
 
     It is the largest that is predicted to fit with a margin (`workbench.memory.analysis.fit.MARGIN`) and for which the dataset has one
     optimizer step.
+
+    Args:
+        spec: of the run.
+        ranks: this process among the others, before the run has allocated anything on its device.
 
     Raises:
         SpecError: none could be chosen; the message says why.

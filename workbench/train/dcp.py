@@ -69,7 +69,14 @@ _USUAL = ("model", "module", "state_dict")
 
 
 def write(tensors: Mapping[str, Tensor], state: Mapping[str, Any], source: Source, folder: Path) -> None:
-    """Write a checkpoint as scripts save it: "model" and "optimizer" as `get_state_dict` gives them, and what else has plain values."""
+    """Write a checkpoint as scripts save it: "model" and "optimizer" as `get_state_dict` gives them, and what else has plain values.
+
+    Args:
+        tensors: weights and buffers by name, whole.
+        state: content of the checkpoint.
+        source: its tensors by name.
+        folder: the directory.
+    """
     entries: dict[str, Any] = {"model": dict(tensors), "step": state["step"]}
     if not has_own_parameters(state):  # each rank has states of its own, and they have no mean
         states = {name: {kind: _state(source, ("optimizer", name, kind)) for kind in kinds} for name, kinds in source.states.items()}
@@ -363,7 +370,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
     """Give a new run the weights of a directory of DCP, and the states of its optimizer if there are any, as a checkpoint after 0 steps.
 
-    The options of the optimizer, the schedule and the order of samples are those of the spec.
+    Args:
+        folder: the directory.
+        run_dir: of the run.
+        spec: of the run: the options of its optimizer, its schedule and its order of samples hold.
 
     Raises:
         UnusableCheckpointError: it cannot be used, or its states are of another optimizer.

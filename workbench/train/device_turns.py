@@ -57,7 +57,12 @@ class DeviceTurns:
     """
 
     def __init__(self, device: torch.device, memory: GpuMemory | None = None, *, all_agree: Callable[[bool], bool] = bool) -> None:
-        """Take turns on a device, whose memory may be given; main memory does not need turns. `all_agree` asks all ranks of the launch."""
+        """
+        Args:
+            device: on which the trainings compute.
+            memory: its memory; None = that of a GPU. Main memory does not need turns.
+            all_agree: gives whether all ranks of the launch say yes; a collective.
+        """
         self._device = device
         self._memory = memory or (GpuMemory(device) if device.type == "cuda" else None)
         self._all_agree = all_agree

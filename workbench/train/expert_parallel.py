@@ -147,7 +147,11 @@ class ExpertBalance:
     """How the tokens of a rank's steps are spread over the experts: what each layer counts in its forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Count from now on, in layers with `routed`: the choices of each expert since it was set to None, then those dropped."""
+        """Count from now on.
+
+        Args:
+            module: whose layers have `routed`: since it was set to None, the choices of each expert, and behind them those dropped.
+        """
         self._layers = [layer for _, layer in expert_layers(module) if hasattr(layer, "routed")]
 
     def take(self) -> Tensor | None:

@@ -35,9 +35,14 @@ class Fingerprints:
     """The fingerprints of a rank."""
 
     def __init__(self, folder: Path, trainer: "Trainer", done: int, samples: StepSamples) -> None:
-        """Open the file of this attempt, after `done` steps.
+        """Open the file of this attempt.
 
-        A file `kill.json` in the folder says which rank ends itself by SIGKILL, in which step, or which step is the `last`.
+        Args:
+            folder: of the fingerprints. A file `kill.json` in it says which rank ends itself by SIGKILL, in which step, or
+                which step is the `last`.
+            trainer: whose steps are written.
+            done: steps that were taken before.
+            samples: of its steps.
         """
         rank = trainer.ranks.rank
         attempt = 1 + len(list(folder.glob(f"rank{rank}-*.jsonl")))

@@ -65,7 +65,11 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
 
 
 def named_loader(name: str, knobs: Mapping[str, Any]) -> "DataLoader[Any]":
-    """The loader that a name stands for: what its function returns, or that of rank 0, with these knobs, where it returns a task.
+    """The loader that a name stands for: what its function returns, or that of rank 0 where it returns a task.
+
+    Args:
+        name: a task's, or "path/file.py:function" of a function that returns a DataLoader.
+        knobs: of a RunSpec, where it is a task.
 
     Raises:
         TaskError: there is no such function, or it returns neither.
@@ -166,10 +170,13 @@ def _check_parts_differ(batch: Any, ranks: Ranks) -> None:
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with all its tensors on a device; with `non_blocking` the host goes on while pinned memory is copied.
+    """The batch with all its tensors on a device.
 
-    Tensors may be in lists, tuples, named tuples, mappings and dataclasses, in any depth, or in an object with a `to` of its own (a
-    PackedSequence, a graph); other things stay as they are.
+    Args:
+        batch: tensors in lists, tuples, named tuples, mappings and dataclasses, in any depth, or an object with a `to` of its own (a
+            PackedSequence, a graph); other things stay as they are.
+        device: where to.
+        non_blocking: let the host go on while pinned memory is copied.
     """
     if callable(own := getattr(batch, "to", None)) and not isinstance(batch, Tensor | MutableMapping):
         return own(device)

@@ -315,9 +315,14 @@ def has_own_parameters(state: Mapping[str, Any]) -> bool:
 
 
 def whole_tensors(state: Mapping[str, Any], path_of: Callable[[int], Path], *, average: bool = False) -> dict[str, Tensor]:
-    """The weights and buffers in a checkpoint's content by their names in its module's state_dict; with `average` averaged ones, if any.
+    """The weights and buffers in a checkpoint by their names in the module's state_dict; none without averages.
 
     Where each rank has parameters of its own, they are the mean over the ranks, as the training itself averages them.
+
+    Args:
+        state: content of the checkpoint file.
+        path_of: the file of a rank, verified.
+        average: averaged weights in the place of the weights.
     """
     if state.get("shards"):
         source = Source(state, path_of)

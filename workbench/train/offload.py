@@ -106,7 +106,13 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(self, groups: Any, kind: type[Optimizer], **defaults: Any) -> None:
-        """Copy the weights of groups of parameters on the device, on which an optimizer of class `kind` steps on the host."""
+        """Copy the weights.
+
+        Args:
+            groups: of parameters on the device, each with its options.
+            kind: class of the optimizer that steps on the host.
+            **defaults: options of groups without their own.
+        """
         super().__init__(groups, dict(defaults))
         with host_computes():
             copies = [{**group, "params": [_master_copy(weight) for weight in group["params"]]} for group in self.param_groups]

@@ -42,7 +42,10 @@ class Precision:
     def __init__(self, name: str, device: torch.device, *, by_weights: bool = False) -> None:
         """Check that the device can do it.
 
-        With `by_weights`, FSDP2 gathers the weights in this precision, so that no autocast is needed.
+        Args:
+            name: "fp32", "amp_bf16" or "amp_fp16".
+            device: where the run computes.
+            by_weights: FSDP2 gathers the weights in this precision, so that no autocast is needed.
 
         Raises:
             SpecError: the GPU has no bf16 units (it would emulate them, slower than fp32).

@@ -207,6 +207,11 @@ class Layout:
 
         It does not work under fake tensors: a mesh reads its numbers.
 
+        Args:
+            spec: its `parallel`, `shard_ranks`, `tensor_parallel`, `pipeline_parallel` and `expert_parallel`.
+            ranks: this process among those of the spec.
+            group: their process group; None = that of all.
+
         Raises:
             SpecError: the number of ranks does not fit the spec.
         """
@@ -256,7 +261,12 @@ def layout_knobs(spec: RunSpec) -> dict[str, Any]:
 
 
 def changed_layout(spec: RunSpec, before: Mapping[str, Any] | None) -> str:
-    """What it means that ranks with other `layout_knobs` wrote a checkpoint; "" = the same did, or it is not known (None)."""
+    """What it means that a checkpoint was written by other ranks; "" = by the same.
+
+    Args:
+        spec: of the run that goes on.
+        before: what `layout_knobs` gave when it was written; None = not known, taken to be the same.
+    """
     now = layout_knobs(spec)
     before = {**ONE_STAGE, **(before or now)}
     if before == now:

@@ -41,7 +41,12 @@ class SampleOrder(ResumableSampler):
             yield SampleIndex.of(index, mixed_seed(self.seed, self.rank, epoch, position)) if first else index
 
     def after(self, step: int, per_step: int) -> tuple[int, int]:
-        """Epoch and consumed samples after so many steps of `per_step` samples on all ranks; an epoch ends where no whole step is left."""
+        """Epoch and consumed samples after some steps; an epoch ends where it has no whole step left.
+
+        Args:
+            step: how many were taken, at least those of `origin`.
+            per_step: samples that all ranks take in a step.
+        """
         begun, epoch, consumed = self.origin
         steps = step - begun
         if steps < (left := max(0, self.samples - consumed) // per_step):

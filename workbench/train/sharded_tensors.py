@@ -55,9 +55,12 @@ def local_region(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Broadcast the parameters and buffers of the first rank to all, in place, as DistributedDataParallel does.
+    """Broadcast the parameters and buffers of the first rank to all, as DistributedDataParallel does.
 
-    Those in host memory are copied to the device, where the process groups communicate, and back.
+    Args:
+        module: full or sharded, changed in place. Tensors in host memory are copied to the device and back.
+        group: the ranks; None = all.
+        device: of this rank, where its process groups communicate.
     """
     ranks: Any = group or dist.group.WORLD
     source = dist.get_process_group_ranks(ranks)[0]

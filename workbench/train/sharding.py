@@ -138,9 +138,12 @@ BUCKET_MB = 25.0
 
 @torch.no_grad()
 def reduce_gradients(weights: Iterable[nn.Parameter], group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
-    """Set each gradient to the mean over ranks, after the backward, where DDP's hooks do not see it complete. A collective.
+    """Set each gradient to the mean over ranks, after the backward and in buckets, where DDP's hooks do not see it complete. A collective.
 
-    Buckets have `bucket_cap_mb` MiB at most, unless a gradient is larger.
+    Args:
+        weights: whose gradients; the same on all ranks.
+        group: the ranks; None = all.
+        bucket_cap_mb: size of a bucket in MiB, at most, unless a gradient is larger.
     """
     average([weight.grad for weight in weights if weight.grad is not None], group, bucket_cap_mb)
 
@@ -212,7 +215,12 @@ def reshard(module: nn.Module) -> None:
 
 
 def gathered(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The full tensors of a module by name, in host memory, on ranks with `keep`; an empty dict on the others. A collective."""
+    """The full tensors of a sharded module by name, in host memory. A collective: all ranks must call it.
+
+    Args:
+        module: sharded by FSDP2 or by tensor parallelism, or neither.
+        keep: does this rank get them? The others get an empty dict.
+    """
     full_tensors = {}
     for name, value in module.state_dict(keep_vars=True).items():
         full = full_tensor(value)

@@ -52,7 +52,11 @@ class MicroBatchSplitter:
     """
 
     def __init__(self, steps: StepParts, world_size: int) -> None:
-        """Split the micro-steps of `steps`, whose gradients so many ranks reduce, if its `model` is a DistributedDataParallel."""
+        """
+        Args:
+            steps: the parts of a micro-step. Gradients are reduced only if its `model` is a DistributedDataParallel.
+            world_size: ranks that reduce their gradients.
+        """
         self._steps, self._alone = steps, world_size == 1
         self.largest: int | None = None
         self._batches: list[Any] = []

@@ -32,7 +32,12 @@ class StageModule(nn.Module):
         self.pieces = nn.ModuleList(pieces)
 
     def forward(self, *inputs: Any, given: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Any:
-        """What the last piece gives for what the stage before gave; `given` are arguments of the whole model, for the first stage."""
+        """What the last piece gives.
+
+        Args:
+            *inputs: what the stage before gave.
+            given: arguments of the whole model, for the first stage.
+        """
         args, named = given or (inputs, {})
         out: Any = None
         for piece in self.pieces:

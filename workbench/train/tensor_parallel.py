@@ -32,7 +32,11 @@ results are summed; "colwise_rep" (newer Hugging Face plans: "colwise_gather_out
 def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.device) -> None:
     """Split the layers of a model over the ranks of `layout.tensor`, in place.
 
-    Each rank has the same full model. If the task has no plan, a Hugging Face model's own is used.
+    Args:
+        module: the full model, the same on each rank.
+        task: with a plan; without one, a Hugging Face model's own is used.
+        layout: of the ranks.
+        device: of this rank.
 
     Raises:
         SpecError: there is no plan.
@@ -65,7 +69,12 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> "dict[str, ParallelStyle]":
-    """The plan (pattern of module names, in which "*" matches anything → one of STYLES) with its patterns resolved: name → how it is split.
+    """The plan with its patterns resolved: name of a module → how it is split.
+
+    Args:
+        module: the model.
+        plan: pattern of module names ("*" matches anything) → one of STYLES.
+        ranks: over which a layer is split.
 
     Raises:
         TaskError: a pattern without a module, an unknown style, or a layer that cannot be split.

@@ -296,8 +296,12 @@ class LengthGrid:
     def of(cls, sizes: Sequence[int], orders: Sequence[Sequence[int]], *, ranks: int, accumulation: int, micro_batch: int) -> "LengthGrid":
         """Of samples and the indices that each rank takes in each epoch, rank after rank; what makes no whole step is left out.
 
-        `sizes`: length of each sample; `orders`: indices of each rank in the first epoch, then in the second …; `ranks`: that share the
-        samples; `accumulation`: micro-batches of a step; `micro_batch`: samples of each.
+        Args:
+            sizes: length of each sample.
+            orders: indices of each rank in the first epoch, then in the second …
+            ranks: that share the samples.
+            accumulation: micro-batches of a step.
+            micro_batch: samples of each.
         """
         per_rank = accumulation * micro_batch
         whole = len(orders[0]) // per_rank

@@ -70,7 +70,9 @@ def first_candidates(rules: Sequence[RuleSuggestion]) -> tuple[Candidate, ...]:
 def race(candidates: Sequence[Candidate], run: Runner) -> tuple[Candidate, ...]:
     """Train all candidates for a round, then the best ones for more. While the best is the smallest or largest, a further one is added.
 
-    `candidates`: at least one; `run`: trains a candidate for a round.
+    Args:
+        candidates: at least one.
+        run: trains a candidate for a round.
 
     Returns:
         All candidates with their scores, by learning rate; the scores so far if `run` raises OutOfBatches.

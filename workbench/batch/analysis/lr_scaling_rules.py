@@ -59,8 +59,11 @@ def damped_factor(batch: float, to_batch: float, noise: float, exponent: float =
     >>> damped_factor(8, 8, 28.0), damped_factor(8, 32, math.inf), damped_factor(8, 32, 0.0)
     (1.0, 4.0, 1.0)
 
-    `batch`: samples per step, before. `to_batch`: after. `noise`: the batch at which noise and signal are equal; infinite = noise only.
-    `exponent`: see `law_exponent`.
+    Args:
+        batch: samples per step, before.
+        to_batch: after.
+        noise: the batch at which noise and signal are equal; infinite = noise only.
+        exponent: see `law_exponent`.
 
     Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2.
     """

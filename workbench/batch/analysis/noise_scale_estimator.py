@@ -87,8 +87,10 @@ def fieller_interval(trace: Numbers, squares: Numbers, level: float) -> tuple[fl
     It holds the ratios r for which mean(trace − r · squares) does not differ from 0 in a t-test (Fieller, J. R. Stat. Soc. B 16, 1954). So
     it is also right where the denominator may be 0: the interval then has no upper end.
 
-    `trace`: numerator, two or more independent values; `squares`: denominator; `level`: share of intervals that contain the true value,
-    such as 0.9.
+    Args:
+        trace: numerator, two or more independent values.
+        squares: denominator.
+        level: share of intervals that contain the true value, such as 0.9.
 
     Returns:
         Its ends; 0 and inf where nothing is known.

@@ -56,8 +56,12 @@ class LossCurve:
     def of(cls, rows: Iterable[Mapping[str, Any]], window: float, *, plan: str, seed: int, samples_per_sec: float) -> "LossCurve":
         """From the metrics of a run, averaged over windows; a last window that is not half full is left out.
 
-        `rows`: with "step", "samples" (so far) and "loss"; `window`: its samples, at least one step's; `plan`: "old" or "new"; `seed`: of
-        the run; `samples_per_sec`: of the run.
+        Args:
+            rows: with "step", "samples" (so far) and "loss".
+            window: its samples, at least one step's.
+            plan: "old" or "new".
+            seed: of the run.
+            samples_per_sec: of the run.
         """
         windows: dict[int, list[float]] = {}
         step = 0

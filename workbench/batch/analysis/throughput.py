@@ -252,9 +252,13 @@ def candidates(
 ) -> list[BatchCandidate]:
     """Every allowed way to make a batch.
 
-    `throughput`: against the micro-batch. `world_size`: number of ranks. `noise`: the noise scale, or critical batch, in samples; None =
-    not known. `largest`: micro-batch that fits; None = no limit is known. `most`: most samples of a step; None = any. `batch`: required
-    samples of a step; None = free.
+    Args:
+        throughput: against the micro-batch.
+        world_size: number of ranks.
+        noise: the noise scale, or critical batch, in samples; None = not known.
+        largest: micro-batch that fits; None = no limit is known.
+        most: most samples of a step; None = any.
+        batch: required samples of a step; None = free.
     """
     top = throughput.micro_batches[-1]  # of larger ones nothing is known
     ways = _fixed(batch // world_size, min(top, largest or top)) if batch else _free(throughput.micro_batches, largest)

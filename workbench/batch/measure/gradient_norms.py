@@ -58,8 +58,10 @@ class GroupNorms:
     def __init__(self, model: nn.Module, world_size: int, backwards: int = 1) -> None:
         """Attach to a model, and measure its next step.
 
-        `model`: whose gradients; in its DDP, sharded by FSDP2, or plain. `world_size`: ranks that reduce their gradients. `backwards`: the
-        least number of a step; the mean gradient is not measured earlier.
+        Args:
+            model: whose gradients; in its DDP, sharded by FSDP2, or plain.
+            world_size: ranks that reduce their gradients.
+            backwards: the least number of a step; the mean gradient is not measured earlier.
 
         Raises:
             NoiseScaleError: nothing is trained, another watch is attached, or a layer is split over ranks.

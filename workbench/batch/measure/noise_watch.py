@@ -73,11 +73,14 @@ class NoiseWatch:
     ) -> None:
         """Prepare to watch; measuring begins with the `with` block.
 
-        `model`: in its DDP, sharded by FSDP2, or plain. `optimizer`: each of its steps ends a step; None = the loop calls `step()` when a
-        step's gradients are complete. `micro_batch`: samples in one backward, of one rank. `accumulation`: backwards of a step; None = as
-        many as most steps have. `every`: measure every how many-th step, without hooks in between; the same on all ranks. `scaler`: the
-        GradScaler, if there is one. `dataset_size`: samples that are drawn without repetition; None = they are drawn independently, or are
-        many.
+        Args:
+            model: in its DDP, sharded by FSDP2, or plain.
+            optimizer: each of its steps ends a step; None = the loop calls `step()` when a step's gradients are complete.
+            micro_batch: samples in one backward, of one rank.
+            accumulation: backwards of a step; None = as many as most steps have.
+            every: measure every how many-th step, without hooks in between; the same on all ranks.
+            scaler: the GradScaler, if there is one.
+            dataset_size: samples that are drawn without repetition; None = they are drawn independently, or are many.
         """
         if every < 1:
             raise NoiseScaleError(f"every={every!r}: a whole number of steps of at least 1 is allowed")

@@ -107,8 +107,9 @@ def buckets(sizes: Sequence[int], cap: int | None = None) -> list[list[int]]:
     """How DDP assigns gradients to buckets after its first step: in the order in which they arrive (the last parameter first); a bucket is
     closed by the gradient that reaches its limit.
 
-    `sizes`: bytes of each gradient, in the order of the parameters. `cap`: bytes at which a bucket is closed; None = torch's own, 1 MiB for
-    the first and 25 MiB for the others.
+    Args:
+        sizes: bytes of each gradient, in the order of the parameters.
+        cap: bytes at which a bucket is closed; None = torch's own, 1 MiB for the first and 25 MiB for the others.
 
     Returns:
         For each bucket, in the order of reduction, the indices of its parameters.

@@ -52,9 +52,12 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, module_at_work: Callable[[], str], names: Callable[[nn.Module], str], axes: Sequence[tuple[str, Any]]) -> None:
-        """`module_at_work` returns the name of the module that is computing, `names` that of a module.
+        """Begin.
 
-        `axes`: name of an axis and the process group of the ranks along it; the first match counts.
+        Args:
+            module_at_work: returns the name of the module that is computing.
+            names: returns the name of a module.
+            axes: name of an axis and the process group of the ranks along it; the first match counts.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CollectiveCall] = []
@@ -201,11 +204,16 @@ def with_rebuilt_buckets(
     torch's own function assigns the buckets. With find_unused_parameters DDP keeps the first buckets, in the order of the parameters, and
     reduces which parameters were used: 4 bytes for each. With static_graph, parameters without a gradient come first, and are reduced.
 
-    `calls`: of a first step. `bucket_positions`: of the buckets in `calls`; none where a gradient was missing. `models`: each DDP, built
-    without find_unused_parameters (a rank of a pipeline has one per stage); any other module has no buckets. `order`: parameters in the
-    order in which gradients arrived. `names`: id of a parameter → name of its module. `like`: an example of a bucket's collective.
-    `find_unused`: does the planned model use find_unused_parameters?. `static_graph`: does it use static_graph?. `compression`: its
-    gradient_compression; PowerSGD's after its start.
+    Args:
+        calls: of a first step.
+        bucket_positions: of the buckets in `calls`; none where a gradient was missing.
+        models: each DDP, built without find_unused_parameters (a rank of a pipeline has one per stage); any other module has no buckets.
+        order: parameters in the order in which gradients arrived.
+        names: id of a parameter → name of its module.
+        like: an example of a bucket's collective.
+        find_unused: does the planned model use find_unused_parameters?
+        static_graph: does it use static_graph?
+        compression: its gradient_compression; PowerSGD's after its start.
     """
     wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
     if not wrapped:

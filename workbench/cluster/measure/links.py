@@ -73,9 +73,13 @@ def time_links(
 ) -> list[LinkPoint]:
     """Seconds of collectives, on each rank the same. All ranks have to call it.
 
-    `kinds`: of KINDS. `sizes`: bytes, which are rounded up. `device`: of this rank. `repeats`: blocks of each. `budget_s`: seconds for all
-    blocks, about; one collective of each comes at least. `seen`: called after each round with the number of rounds done, of all rounds, and
-    the points so far.
+    Args:
+        kinds: of KINDS.
+        sizes: bytes, which are rounded up.
+        device: of this rank.
+        repeats: blocks of each.
+        budget_s: seconds for all blocks, about; one collective of each comes at least.
+        seen: called after each round with the number of rounds done, of all rounds, and the points so far.
     """
     ranks = dist.get_world_size()
     plan = [(kind, size) for kind in kinds for size in sorted({rounded(size, ranks) for size in sizes})]

@@ -164,7 +164,9 @@ class FormatComparison(Shown, JsonDataclass):
         together: a loader beside which a model trains may take more or less for the same. Where it is not, reading takes at least what it
         took here, and at most all.
 
-        `fetch_cpu`: seconds of CPU that the dataset takes for a batch, in a loader. `batch_size`: samples of the batch; None = not known.
+        Args:
+            fetch_cpu: seconds of CPU that the dataset takes for a batch, in a loader.
+            batch_size: samples of the batch; None = not known.
         """
         now = self.reading(AS_IT_IS)
         cpu = now.cpu if now is not None else 0.0

@@ -151,11 +151,15 @@ class Bisection(display.Shown, JsonDataclass):
 
 
 def decide(reruns: Sequence[Rerun], commits: Sequence[str], usual: float) -> Decision:
-    """Which commit to train next, always beside the good one, or which is the first bad one, by the trainings so far, in order.
+    """Which commit to train next, always beside the good one, or which is the first bad one.
 
-    `commits` has the ids of those after the good one, oldest first; the last is bad. `usual`: standard deviation of the ratio of two equal
-    trainings, as known beforehand. The kind is "measure", "owner" (the first bad commit, or those among which it is), "nothing",
-    "cannot run" or "unclear".
+    Args:
+        reruns: the trainings so far, in order.
+        commits: ids of those after the good one, oldest first; the last is bad.
+        usual: standard deviation of the ratio of two equal trainings, as known beforehand.
+
+    Returns:
+        A decision of kind "measure", "owner" (the first bad commit, or those among which it is), "nothing", "cannot run" or "unclear".
     """
     failed = {rerun.changes: rerun.error for rerun in reruns if rerun.error}
     counts = {changes: len(values) for changes, values in effects(reruns).items()}

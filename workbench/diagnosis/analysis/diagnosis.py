@@ -65,8 +65,11 @@ class Diagnosis(JsonDataclass):
     ) -> "Diagnosis":
         """Judge evidence and derive remedies.
 
-        `evidence`: what was measured of one training step; `spec`: what was diagnosed, if it was a spec or a run; `subject`: what `prove`
-        needs; `adjust`: a function applied to each remedy, such as one that widens intervals by earlier proofs on this machine.
+        Args:
+            evidence: what was measured of one training step.
+            spec: what was diagnosed, if it was a spec or a run.
+            subject: what `prove` needs.
+            adjust: a function applied to each remedy, such as one that widens intervals by earlier proofs on this machine.
         """
         judgement = judge(evidence)
         remedies = remedies_for(evidence, judgement, spec=spec, outside=isinstance(subject, LaunchedScript))

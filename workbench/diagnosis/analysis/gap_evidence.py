@@ -286,7 +286,8 @@ class Rounds:
     def seconds(self, picks: Sequence[int] | None = None) -> ArmSeconds:
         """The medians over rounds of each arm.
 
-        `picks`: numbers of the rounds, as often as they count; None = each once. A bootstrap gives others.
+        Args:
+            picks: numbers of the rounds, as often as they count; None = each once. A bootstrap gives others.
         """
         e, one, slow = self.evidence, self.evidence.one, self.slowest
         chosen = {arm: _picked(blocks, picks) for arm, blocks in self.arms.items()}

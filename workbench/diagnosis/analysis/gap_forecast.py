@@ -18,10 +18,13 @@ NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
 
 
 def predict_gap(evidence: GapEvidence, ranks: int, *, same: str = "micro_batch", link: Gradients | None = None) -> Gap:
-    """The gap with another number of ranks, each as those that were measured, on machines as this one, with as many cores for each.
+    """The gap with another number of ranks, each as those that were measured, on machines as this one.
 
-    `evidence`: of one rank, or of several; `ranks`: how many there shall be; `same`: with what one process is compared, see `gap.SAME`;
-    `link`: what a reduction between two ranks costs; None = as it was measured, and nothing where only one rank was.
+    Args:
+        evidence: of one rank, or of several.
+        ranks: how many there shall be.
+        same: with what one process is compared, see `gap.SAME`.
+        link: what a reduction between two ranks costs; None = as it was measured, and nothing where only one rank was.
 
     Raises:
         ValueError: fewer ranks than two, or than were measured.

@@ -154,8 +154,11 @@ def delivery_seconds(making: Sequence[float], workers: int, queue: int, training
     >>> delivery_seconds([2.0] * 100, workers=4, queue=8, training=1.5)
     1.5
 
-    `making`: seconds to make each batch; the first half, in which queues fill up, is not counted; `workers`: n; `queue`: batches that are
-    on their way or ready, at most; `training`: seconds that training takes for a batch.
+    Args:
+        making: seconds to make each batch; the first half, in which queues fill up, is not counted.
+        workers: n.
+        queue: batches that are on their way or ready, at most.
+        training: seconds that training takes for a batch.
     """
     made, taken = [0.0] * len(making), [0.0] * len(making)
     for j, seconds in enumerate(making):
@@ -369,8 +372,10 @@ class LoaderModel:
     def recommend(self, *, most: int | None = None, prefetch_factor: int = 2, shm_bytes: float | None = None) -> int:
         """The smallest number of workers whose step is within 5 % of the best.
 
-        `most`: workers, at most (None: as many as there are cores for each rank, or more if they mostly wait); `prefetch_factor`: batches
-        that each of them makes ahead; `shm_bytes`: shared memory that their batches have to fit in.
+        Args:
+            most: workers, at most (None: as many as there are cores for each rank, or more if they mostly wait).
+            prefetch_factor: batches that each of them makes ahead.
+            shm_bytes: shared memory that their batches have to fit in.
         """
         most = self._most if most is None else most
         if shm_bytes is not None and self.batch_bytes:

@@ -51,8 +51,10 @@ With half, curves of healthy loaders recommend nothing; with twice, a loader's n
 def with_model_error(remedy: Remedy, crowded: bool, more: float = 0.0) -> Remedy:
     """The remedy with a range that covers the error of its formula and the noise of its measurement; a ceiling is left as it is.
 
-    `remedy`: with the noise of its measurement only; `crowded`: did other processes take so many cores that ours had to wait? `more`:
-    half-width, as a logarithm, of another error that is independent of both.
+    Args:
+        remedy: with the noise of its measurement only.
+        crowded: did other processes take so many cores that ours had to wait?
+        more: half-width, as a logarithm, of another error that is independent of both.
     """
     if remedy.ceiling:
         return remedy
@@ -102,7 +104,9 @@ def surely_gains(remedy: Remedy, crowded: bool) -> bool:
     """Is a predicted gain beyond its noise? Of a ceiling, whose range begins at no gain: is what is expected of it beyond the error of the
     loader's formula, since most ceilings are the loader's?
 
-    `remedy`: as `with_model_error` gave it; `crowded`: as there.
+    Args:
+        remedy: as `with_model_error` gave it.
+        crowded: as there.
     """
     return gain_of(remedy) > math.exp(MODEL_ERRORS[crowded]["loader"]) if remedy.ceiling else remedy.low > 1
 

@@ -132,8 +132,15 @@ def trainings_to_go(
 ) -> int | None:
     """How many trainings more a search is likely to take, if they vary as those so far: LIKELY of DRAWS simulated ones have ended by then.
 
-    FAR where it may be more; None = most searches end without an answer. `decide` says what follows from some trainings, `guess` what
-    differences may bring, `usual` is as in `effect`. What run A gave when it was `recorded` counts where it was not trained yet.
+    Args:
+        reruns: the trainings so far.
+        decide: what follows from some trainings.
+        guess: what differences may bring.
+        usual: as in `effect`.
+        recorded: what run A gave, which counts where it was not trained yet.
+
+    Returns:
+        A number of trainings, FAR where it may be more; None = most searches end without an answer.
     """
     numbers = list[int]()
     logs = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0] or [math.log(recorded)]
@@ -304,8 +311,9 @@ def _each(
 def recorded_change(values: tuple[float, float], blocks: tuple[Sequence[float], Sequence[float]]) -> Interval:
     """The log ratio of B's to A's recorded values, with Welch's interval over blocks of steps, which follow one another.
 
-    `values`: what each run gave; `blocks`: what each gave in some blocks of steps, at least one each; those of one step follow each other
-    too closely.
+    Args:
+        values: what each run gave.
+        blocks: what each gave in some blocks of steps, at least one each; those of one step follow each other too closely.
     """
     logs = [[math.log(value) for value in each] for each in blocks]
     mid = math.log(values[1] / values[0])

@@ -54,9 +54,12 @@ def remedies_for(
     An inconclusive verdict has only those that an experiment tried itself and that surely gain, whatever the cause is; and those of the
     other parts where the largest is time outside all phases.
 
-    `evidence`: of one training step; `judgement`: what follows from it; `spec`: what was diagnosed, if it was a spec or a run: its fields
-    can be changed; `outside`: the spec is that of a script that can be launched with other arguments; `noise_only`: ranges cover the
-    uncertainty of the measurements alone, and not what formulas leave out (see `model_errors`).
+    Args:
+        evidence: of one training step.
+        judgement: what follows from it.
+        spec: what was diagnosed, if it was a spec or a run: its fields can be changed.
+        outside: the spec is that of a script that can be launched with other arguments.
+        noise_only: ranges cover the uncertainty of the measurements alone, and not what formulas leave out (see `model_errors`).
     """
     inconclusive = judgement.verdict == "inconclusive"
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec, outside=outside)

@@ -135,8 +135,12 @@ def find_remedy(
     """One of some remedies: the best that can be proved (None), by its number from 1, by its name, or itself; or knobs with values, as a
     mapping or a text such as "num_workers=2".
 
-    `remedies`: the best first; `which`: what the user gave; `of_knobs`: knobs with values → a remedy; `nothing`: names and numbers of all →
-    why none of them can be proved; `whose`: "this diagnosis has".
+    Args:
+        remedies: the best first.
+        which: what the user gave.
+        of_knobs: knobs with values → a remedy.
+        nothing: names and numbers of all → why none of them can be proved.
+        whose: "this diagnosis has".
 
     Raises:
         ValueError: there is none, or none of that name or number.
@@ -238,8 +242,10 @@ def beside_loader(case: Case, speedup: Interval, saved: float) -> Interval:
 
     The full step is measured. If the loader takes d seconds more of it, training takes d seconds less, and the change saves less of them.
 
-    `case`: the step; `speedup`: put into the full step, with the uncertainty of the change alone; `saved`: fraction of training that the
-    change saves.
+    Args:
+        case: the step.
+        speedup: put into the full step, with the uncertainty of the change alone.
+        saved: fraction of training that the change saves.
     """
     if not speedup.mid > 0 or saved <= 0:
         return speedup
@@ -290,8 +296,10 @@ def from_formula(
 ) -> Remedy | None:
     """A remedy that a formula predicts.
 
-    `errors`: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more; `least`: speedup
-    from which on it is offered; `most`: what the cores allow at most.
+    Args:
+        errors: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more.
+        least: speedup from which on it is offered.
+        most: what the cores allow at most.
     """
     faster, slower = errors
     remedy = Remedy(

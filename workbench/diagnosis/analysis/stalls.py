@@ -91,8 +91,10 @@ def find_stalls(calls: Iterable[Call], *, wait: float = 0.0, places: Callable[[i
     A call counts if its excess is neither waiting for a core nor usual for this step. It is one of a series at a regular distance
     (checkpoint, evaluation, log), or a pause of the garbage collector, or so long that no healthy step varies so much.
 
-    `calls`: those that were timed, of all variants; untimed calls may be missing if the numbers are right; `wait`: mean seconds of waiting
-    for data per step of the full loop; `places`: seconds that the thread was seen where, during the call of a number.
+    Args:
+        calls: those that were timed, of all variants; untimed calls may be missing if the numbers are right.
+        wait: mean seconds of waiting for data per step of the full loop.
+        places: seconds that the thread was seen where, during the call of a number.
     """
     arms: dict[str, list[Call]] = {}
     for call in calls:
@@ -239,8 +241,9 @@ def is_loose(stalls: Stalls) -> bool:
 def is_open(stalls: Stalls, own: Sequence[Stalls]) -> bool:
     """Might more steps change whether stalls are to blame, or which ranks have them?
 
-    `stalls`: in all steps; `own`: of each rank, in steps in which no rank waits for another; empty = of one rank, or of ranks that cannot
-    do without.
+    Args:
+        stalls: in all steps.
+        own: of each rank, in steps in which no rank waits for another; empty = of one rank, or of ranks that cannot do without.
     """
     if not stalls.at or stalled_at_most(stalls) < BLAMED_STALLS:
         return False

@@ -185,9 +185,12 @@ def compare(
 ) -> Divergence:
     """Compare two trainings as they are and in fp64.
 
-    `names`: of the two; `run`: (0 or 1, in fp64?, steps, is that enough?) → what that training computes; may raise OutOfTime in fp64;
-    `say`: told what comes now, and what is known; `steps`: of each training, at most; `left`: seconds that are left. The first training may
-    take a quarter of them, and all take as many steps.
+    Args:
+        names: of the two.
+        run: (0 or 1, in fp64?, steps, is that enough?) → what that training computes; may raise OutOfTime in fp64.
+        say: told what comes now, and what is known.
+        steps: of each training, at most.
+        left: seconds that are left. The first training may take a quarter of them, and all take as many steps.
     """
     cut, whole = list[str](), left()
 

@@ -54,9 +54,12 @@ class FetchMeter:
     """Measures one of torch's fetchers, which make the batches of a DataLoader: its `fetch` then returns (batch, BatchCost)."""
 
     def __init__(self, fetcher: Any, sampler: StackSampler, *, alone: bool) -> None:
-        """Replace `fetch`, dataset and collate function of a fetcher of this process by timed ones; `sampler` looks at its thread.
+        """Replace the fetcher's `fetch`, dataset and collate function by timed ones.
 
-        `alone`: does nothing else run in the process? In a worker a thread sends the last batch while the next one is made.
+        Args:
+            fetcher: of a DataLoader's iterator, in this process.
+            sampler: looks at the thread that fetches.
+            alone: does nothing else run in the process? In a worker a thread sends the last batch while the next one is made.
         """
         self._fetch, self._collate, self._sampler, self._alone = fetcher.fetch, fetcher.collate_fn, sampler, alone
         self._again = not alone and _collates_as_torch(fetcher)

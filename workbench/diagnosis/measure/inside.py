@@ -123,8 +123,11 @@ def read_events(events: Events, steps: int, *, ranks: bool = False, short: float
     On a CPU an operator is what torch records as one, in whatever thread, backward nodes included; a Python function or hook in backward
     is not one. On a GPU it is a kernel or a copy.
 
-    `events`: of the steps; `steps`: how many there were; `ranks`: do other ranks take part? `short`: seconds of an operator, on a CPU,
-    that is mostly the cost of its call.
+    Args:
+        events: of the steps.
+        steps: how many there were.
+        ranks: do other ranks take part?
+        short: seconds of an operator, on a CPU, that is mostly the cost of its call.
     """
     if events.where(*DEVICE).any():
         return _read_device(events, steps, ranks)
@@ -323,9 +326,13 @@ def look(
 
     `call` is called 2 × `plain` + `traced` + 1 times, whatever happens, so that several ranks can look at the same time.
 
-    `call`: does one step on a batch that is there already. `traced`: steps to trace. `plain`: steps to time without a trace, half of them
-    before it and half after it; and as many to sample afterwards. `synchronize`: waits for the device; None on a CPU. `ranks`: do other
-    ranks take part? Then collectives are looked for. `short`: as for `read_events`.
+    Args:
+        call: does one step on a batch that is there already.
+        traced: steps to trace.
+        plain: steps to time without a trace, half of them before it and half after it; and as many to sample afterwards.
+        synchronize: waits for the device; None on a CPU.
+        ranks: do other ranks take part? Then collectives are looked for.
+        short: as for `read_events`.
 
     Returns:
         What was measured, and why there was no trace, if there was none: then `ops` is nan.

@@ -83,8 +83,17 @@ def treatments(
 ) -> list[Variant]:
     """The ablations that are possible for this step and might save something, the most informative first.
 
-    `gc_share` is the fraction of the step that Python's garbage collector takes, `optimizer_share` that of the full step that the optimizer
-    takes at most: another implementation saves no more. `noise` is of other processes.
+    Args:
+        models: what the step trains.
+        optimizers: and how.
+        replay: the batches.
+        device: where it computes.
+        precision: in which.
+        accumulation: batches per step.
+        world_size: ranks.
+        gc_share: fraction of the step that Python's garbage collector takes.
+        optimizer_share: fraction of the full step that the optimizer takes at most; another implementation saves no more.
+        noise: of other processes.
     """
     first = replay.first
     each = _each(accumulation)
@@ -196,11 +205,17 @@ class Trials:
         most: Mapping[str, float] | None = None,
         alone: ablations.Switch = contextlib.nullcontext,
     ) -> None:
-        """Prepare to time `bench`'s blocks on the batches of `replay`, each after `rewind` has put the weights back; nothing is run yet.
+        """Prepare; nothing is run yet.
 
-        A part is not blamed that saves less of a `full` step (seconds) than `lead`, the fraction that an earlier one saves for certain. A
-        variant takes `few` pairs at least. `most` has the fractions of a full step that variants save at most, as a trace shows: of a
-        hopeless one, one pair is enough. Inside `alone`, no rank waits for another.
+        Args:
+            bench: times the blocks.
+            replay: the batches.
+            rewind: puts the weights back.
+            full: seconds of a full step.
+            lead: fraction of it that the removal of a part saves which was tried before, for certain: a part that saves less is not blamed.
+            few: pairs that each variant takes at least, unless it is hopeless.
+            most: fractions of a full step that variants, by name, save at most, as a trace shows: one pair of a hopeless one is enough.
+            alone: inside, no rank waits for another.
         """
         self.alone, self.few, self.most = alone, few, most or {}
         self.bench, self.replay, self.rewind, self.full, self.lead = bench, replay, rewind, full, lead
@@ -225,8 +240,11 @@ class Trials:
     def run(self, treatments: Sequence[Variant], until: float, late: float = math.inf, *, share: float = 1.0) -> None:
         """Try them until all are decided or the time is up: an arm that is decided gets no more blocks.
 
-        `treatments`: the most informative first; where time is short, the last are left out; `until`: seconds on the bench's clock; `late`:
-        until then a first pair of the first has to be over; else none is tried; `share`: fraction of the budget that is over at `until`.
+        Args:
+            treatments: the most informative first; where time is short, the last are left out.
+            until: seconds on the bench's clock.
+            late: until then a first pair of the first has to be over; else none is tried.
+            share: fraction of the budget that is over at `until`.
         """
         began, all_of_them = self.bench.elapsed, len(treatments)
         rest, first = [*treatments], 2 * (self.count + self.warm) + self.count + max(self.warm, 1) + 1

@@ -26,8 +26,11 @@ _TINTS = {"compute-bound": "finished", "inconclusive": "running"}
 def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = None, observed: bool = False) -> str:
     """The measured step, and below it the predicted one, on one scale: seconds for the samples of one step.
 
-    `now`: measured; None before there is a measurement; `then`: predicted for the current knobs; None = no knob is turned; `earlier`: what
-    had been predicted for the step that is measured now, if it was; `observed`: nothing but a run was observed; no experiment.
+    Args:
+        now: measured; None before there is a measurement.
+        then: predicted for the current knobs; None = no knob is turned.
+        earlier: what had been predicted for the step that is measured now, if it was.
+        observed: nothing but a run was observed; no experiment.
     """
     if now is None or not now.step > 0:
         return '<div class="wb-what">Nothing is measured yet: press Measure, and every knob shows what it would change.</div>'
@@ -92,8 +95,10 @@ def verdict(result: Diagnosis) -> str:
 def remedy(remedy: Remedy, proof: Proof | None, scale: float) -> str:
     """A remedy: its predicted gain and, once it was proved, the measured one beside it.
 
-    `one`: the remedy; `proof`: its proof, if there is one; `scale`: speedup that fills the whole width, the same for all remedies of a
-    list.
+    Args:
+        remedy: with its prediction.
+        proof: its proof, if there is one.
+        scale: speedup that fills the whole width, the same for all remedies of a list.
     """
     rows = [_gain("predicted", remedy.speedup, remedy.gain, scale, pale=True)]
     if proof is not None:

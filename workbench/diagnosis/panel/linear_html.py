@@ -98,8 +98,11 @@ class Waterfall:
 def tiles(answer: WhyNotLinear, drawn: Waterfall, price: float, earlier: float | None) -> str:
     """Throughput, what mended parts would bring, and the price of a sample.
 
-    `answer`: for the ranks that are picked; `drawn`: its rows; `price`: money per hour of a device; 0 = relative to one rank; `earlier`:
-    throughput that was predicted before it was measured; None = it was not.
+    Args:
+        answer: for the ranks that are picked.
+        drawn: its rows.
+        price: money per hour of a device; 0 = relative to one rank.
+        earlier: throughput that was predicted before it was measured; None = it was not.
     """
     gap, n, unit = answer.gap, answer.world_size, answer.unit
     low, high = (units.rate(answer.samples / end, unit) for end in (gap.step.high, gap.step.low))

@@ -279,8 +279,14 @@ def _read(
 ) -> dict[str, Any]:
     """The fields of a MemoryBreakdown that a log decides.
 
-    `granularity`: bytes that each storage is rounded up to a multiple of. `simulated`: CUDA's allocator says what is reserved, and counts
-    what it does not split off a block. `reserved` and `retries` are measured, `scratch` are bytes of the measured peak above the log's.
+    Args:
+        log: what a recorder wrote.
+        granularity: bytes that each storage is rounded up to a multiple of.
+        simulated: CUDA's allocator is simulated: it says what is reserved, and counts what it does not split off a block.
+        reserved: measured, where it is known.
+        scratch: bytes of the measured peak above the log's.
+        retries: measured.
+        notes: beside those of the log.
     """
     replay = Replay(log, granularity)
     counted: Numbers = replay.total

@@ -99,7 +99,8 @@ def _published(device: str) -> NonPyTorchMemory:
 def cublas_workspace(capability: tuple[int, int] | None) -> int:
     """Bytes that cuBLAS keeps inside the allocator, per handle and stream, from the first matrix product on.
 
-    `capability`: of the GPU; None: not known, taken to be older than (9, 0).
+    Args:
+        capability: of the GPU; None: not known, taken to be older than (9, 0).
 
     Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 by default, 32 MiB
     on Hopper and, in newer torch, Blackwell; pytorch #120925. What the environment variable says instead is not looked at.

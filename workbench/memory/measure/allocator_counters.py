@@ -97,8 +97,9 @@ def _on_host(event: Any) -> bool:
 def peaks_of(taken: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
     """The most that was held in each step, above what was held when it began.
 
-    `taken`: (time, bytes) of every request, and of every return with negative bytes, by time; `starts`: time at which each step begins,
-    rising.
+    Args:
+        taken: (time, bytes) of every request, and of every return with negative bytes, by time.
+        starts: time at which each step begins, rising.
 
     >>> peaks_of([(1, 8), (3, 4), (4, -4), (6, 2)], starts=[2, 5])
     [4, 2]

@@ -162,9 +162,15 @@ def run_experiment(
     tick: Callable[[], object] = int,
     finish: bool = False,
 ) -> Run:
-    """Launch an experiment of `runs/entrypoints.py`, and wait for its end as `wait_for` does, with the same show, tick and finish.
+    """Launch an experiment, and wait for its end as `wait_for` does.
 
-    The order says what to do; its `budget_s` is the seconds that it may take, about. The name is for people.
+    Args:
+        spec: to launch.
+        name: of the run, for people.
+        order: what to do; its `budget_s` is the seconds that it may take, about.
+        runs_dir: see above.
+        program: of `runs/entrypoints.py`; it runs the experiment.
+        show, tick, finish: see `wait_for`.
     """
     new = NewRun(runs_dir, name)
     run = new.start(spec, entrypoints.entrypoint(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)

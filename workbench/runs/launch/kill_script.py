@@ -30,9 +30,13 @@ _LOG = re.compile(r"\.(log|csv|tsv|jsonl|out|err|lock|wandb)$|-(journal|wal|shm)
 def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Random) -> list[list[int]]:
     """After how many steps, of all launches together, each kill of each try comes: after a third of those with writes, before LATEST.
 
-    In each further try the latest step is half as far from the earliest; where they are one already, there is no further try. `writes` are
-    the steps that the undisturbed script had taken at each of its writes, `total` those at its end: with 0 or 1, steps tell nothing, and
-    the kills are chosen by writes: one try, an empty list.
+    In each further try the latest step is half as far from the earliest; where they are one already, there is no further try.
+
+    Args:
+        writes: steps that the undisturbed script had taken at each of its writes, as measured.
+        total: those at its end; 0 or 1 = steps tell nothing, and the kills are chosen by writes: one try, an empty list.
+        kills: how many.
+        chosen: chooses.
     """
     if total < 2:
         return [[]]

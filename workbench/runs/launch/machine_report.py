@@ -92,16 +92,23 @@ class MachineReport(display.Shown, JsonDataclass):
 
 
 def examine(probe: Callable[[], Mapping[str, Any]] | None = None, *, runs_dir: Path | None = None) -> MachineReport:
-    """Look at everything; `probe` finds out what needs torch (None = `probe_torch`), and `runs_dir` is where runs will be written."""
+    """Look at everything.
+
+    Args:
+        probe: finds out what needs torch; None = `probe_torch`.
+        runs_dir: where runs will be written; None = `runs` in the current folder.
+    """
     facts = (probe or probe_torch)()
     speeds = MachineSpeeds.from_json(facts["speeds"]) if facts.get("speeds") else None
     return MachineReport(checks=tuple(_checks(facts, runs_dir or Path.cwd())), speeds=speeds)
 
 
 def probe_torch(*options: str, timeout: float = PATIENCE) -> dict[str, Any]:
-    """What `programs/machine.py` finds out in a process of its own, within `timeout` seconds; {"error": why} if it could not.
+    """What `programs/machine.py` finds out in a process of its own; {"error": why} if it could not.
 
-    Of the options, "fresh" measures all speeds anew; "links" also those between two GPUs.
+    Args:
+        options: "fresh" measures all speeds anew; "links" also those between two GPUs.
+        timeout: seconds.
     """
     command = [sys.executable, "-m", START, MACHINE, *options]
     try:

@@ -164,7 +164,9 @@ Rows = Mapping[tuple[int, int], Mapping[str, Any]]
 def comparable(before: tuple[RunSpec, Rows], after: tuple[RunSpec, Rows]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The parts of STATES and OTHERS that can be compared, and those that the training has and that cannot.
 
-    Spec and rows are those of the undisturbed training, and of the one that went on in another layout, from its first step.
+    Args:
+        before: spec and rows of the undisturbed training.
+        after: of the one that went on in another layout, from its first step.
     """
     (spec, mine), (other, its) = before, after
     first, last = _span(its)

@@ -360,7 +360,10 @@ def restart_before(path: Path, step: int) -> int:
 def third_place(begin: int, places: Sequence[int], restart: int) -> int | None:
     """After how many steps a third repetition begins that is to show whether checkpoints restore everything; None = it cannot be shown.
 
-    The other two began after `begin`, the run's own processes after `restart`; a repetition can begin at `places`.
+    Args:
+        begin: steps after which the other two began.
+        places: steps after which a repetition can begin.
+        restart: steps after which the run's own processes began.
     """
     if earlier := [place for place in places if place < begin]:
         return max(earlier)

@@ -65,8 +65,12 @@ def archive_attempt(
 ) -> None:
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
-    The guard may go on and write into its log (`copy_log`), of several machines those in `machines`. `check` is called before anything is
-    changed, and again before each file or folder; it raises where that may no longer be.
+    Args:
+        path: of the run.
+        number: of that attempt; None = by `attempts`.
+        copy_log: the guard goes on, and writes into its log.
+        machines: of several, those whose guards go on.
+        check: called before anything is changed, and again before each file or folder; raises where that may no longer be.
     """
     check()
     old = path / ATTEMPTS / str(attempts(path) if number is None else number)

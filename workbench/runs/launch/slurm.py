@@ -108,7 +108,14 @@ class Slurm:
         return spec if self.nodes is None else spec.replace(nnodes=self.nodes)
 
     def script(self, spec: Spec, run_dir: str | os.PathLike[str], name: str, *, python: str = sys.executable) -> str:
-        """The job script for sbatch, as text; `python` is an interpreter that all machines have."""
+        """The job script for sbatch, as text.
+
+        Args:
+            spec: what runs.
+            run_dir: its directory.
+            name: of the job.
+            python: interpreter that all machines have.
+        """
         gpus = self.gpus
         if gpus is None and isinstance(spec, RunSpec) and spec.device == "cuda":
             gpus = spec.nproc_per_node

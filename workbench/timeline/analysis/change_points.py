@@ -86,12 +86,15 @@ class ChangePoints:
     def __init__(
         self, series: Sequence[str], *, floor: float = 0.02, upward: bool | Sequence[str] = False, worth: Mapping[str, float] | None = None
     ) -> None:
-        """Nothing is known yet of these series.
+        """Nothing is known yet.
 
-        `floor` is added to each value, as a part of the first series' first level: what is close to 0 does not matter, however it varies.
-        To a series that is `upward` (True = all, or the names of some), it is a part of its own. Of these only what rises is told, and is
-        held only against earlier rises: of what is meant to fall, such as a loss. `worth`: of some series, the least change that is told,
-        as a part of the first one's level then (roughly).
+        Args:
+            series: their names.
+            floor: added to each value, as a part of the first series' first level: what is close to 0 does not matter, however it varies.
+                To a series that is `upward`, as a part of its own.
+            upward: tell only what rises, and hold it only against earlier rises: of what is meant to fall, such as a loss. True = of all
+                series, or the names of some.
+            worth: of some series, the least change that is told, as a part of the first series' level then (roughly).
         """
         self.series, self._floor = tuple(series), floor
         self._worth = LOOSE * np.array([(worth or {}).get(name, 0.0) for name in self.series])

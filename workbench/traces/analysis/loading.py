@@ -180,7 +180,9 @@ def load_cache(path: Path) -> Loaded | None:
 def write_cache(loaded: Loaded, key: str) -> Path | None:
     """Write the cache atomically: beside the file or, where that cannot be written, into the user's cache.
 
-    `loaded`: the trace. `key`: what its file was before it was read; if that has changed since, nothing is written.
+    Args:
+        loaded: the trace.
+        key: what its file was before it was read; if that has changed since, nothing is written.
 
     Returns:
         Where it is; None where it could not be written.

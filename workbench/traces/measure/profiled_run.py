@@ -37,12 +37,17 @@ class RunProfiler:
     ) -> None:
         """Mark the steps that will not count.
 
-        `profile`: what is traced. `folder`: where the file goes; it is made when there is one. `leave_out`: called before the first step
-        with the first and the last that will not count, from 0 for the first that this process takes: a run that goes on from a checkpoint
-        counts its rows anew. `rank`: of this process. `queue`: steps whose batches the loader makes ahead at most. `steps`: of the run;
-        None = not known. `name`: how the file's name begins; "" = with the rank. `hurry`: is asked after each step, with the number done,
-        whether the trace is to be written soon: two steps are traced then, if none is yet. All ranks have to hear it after the same step,
-        as by `hurry_together`.
+        Args:
+            profile: what is traced.
+            folder: where the file goes; it is made when there is one.
+            leave_out: called before the first step with the first and the last that will not count, from 0 for the first that this
+                process takes: a run that goes on from a checkpoint counts its rows anew.
+            rank: of this process.
+            queue: steps whose batches the loader makes ahead at most.
+            steps: of the run; None = not known.
+            name: how the file's name begins; "" = with the rank.
+            hurry: is asked after each step, with the number done, whether the trace is to be written soon: two steps are traced then, if
+                none is yet. All ranks have to hear it after the same step, as by `hurry_together`.
         """
         self._hurry, self._hurried = hurry, False
         self._profile, self._rank, self._folder, self._leave_out = profile, rank, folder, leave_out

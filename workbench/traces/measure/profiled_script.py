@@ -49,7 +49,9 @@ class StepBoundaries:
     def reached(self, loop: Loop, lap: "TimedStep | None" = None) -> bool:
         """A loop is at a place where a step ends, if one was taken in it.
 
-        `loop`: which. `lap`: the step, timed; None = from the last border to here, where there is no loader to wait for.
+        Args:
+            loop: which.
+            lap: the step, timed; None = from the last border to here, where there is no loader to wait for.
 
         Returns:
             Did a step end?

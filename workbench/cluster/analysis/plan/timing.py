@@ -273,8 +273,15 @@ def _waits(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node:
 
     A stage sleeps at least once for each polled message, since it looks right after it has begun. Meanwhile it launches nothing, so that
     its forward takes whole naps, and its backward, too; the first nap of each is that of a message. While the pipeline fills and drains,
-    its stages sleep one after the other, but for the two messages that the naps of the stage with most of them hold already. A stage works
-    for `busy` seconds on all its micro-batches; the host launches one of them in `launched` seconds.
+    its stages sleep one after the other, but for the two messages that the naps of the stage with most of them hold already.
+
+    Args:
+        workload: what is trained.
+        layouts: how.
+        rates: of the hardware.
+        per_node: GPUs of a node.
+        busy: seconds in which a stage works on all its micro-batches.
+        launched: those in which the host launches one of them.
     """
     if not workload.poll and not workload.checked:
         return np.zeros(len(layouts))

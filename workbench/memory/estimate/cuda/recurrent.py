@@ -42,8 +42,11 @@ class Layers:
 def reserve_bytes(layers: Layers, positions: int, hidden: int, output: int) -> int:
     """Bytes that cuDNN keeps from forward to backward, in a training step.
 
-    `layers`: of which kind, how many. `positions`: steps × batch; with packed sequences, their elements. `hidden`: hidden units of a layer
-    and direction. `output`: the same after projection.
+    Args:
+        layers: of which kind, how many.
+        positions: steps × batch; with packed sequences, their elements.
+        hidden: hidden units of a layer and direction.
+        output: the same after projection.
 
     Returns:
         per position and direction: `STEPS` × hidden for every layer, and the outputs of all layers but the last (with dropout between

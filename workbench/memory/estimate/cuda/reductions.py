@@ -70,8 +70,13 @@ def scratch_of_sum(
 ) -> int:
     """Bytes of scratch that a sum over some axes takes; 0 where each block can finish its outputs alone.
 
-    `shape`: of the input; `strides`: likewise, in numbers; `axes`: that are summed over, from 0; `processors`: of the GPU; `size`: bytes of
-    a number; `accumulated`: bytes of a number in which it is summed.
+    Args:
+        shape: of the input.
+        strides: likewise, in numbers.
+        axes: that are summed over, from 0.
+        processors: of the GPU.
+        size: bytes of a number.
+        accumulated: bytes of a number in which it is summed.
 
     >>> scratch_of_sum((4096, 4096), (4096, 1), [0], processors=PROCESSORS[9, 0]) // 2**20  # as measured on an H100
     128

@@ -124,7 +124,9 @@ def exposed(kind: Kind, *, hidden: bool) -> Callable[[Data], Law]:
     while the backward goes on, and hide a part h of them: exposed = max(0, b(1−1/n) + c(n−1) − h). In strong scaling the backward, and
     with it what it can hide, gets shorter with the step.
 
-    `kind`: of scaling. `hidden`: fit h too; else 0.
+    Args:
+        kind: of scaling.
+        hidden: fit h too; else 0.
     """
 
     def terms(sizes: Floats) -> list[Floats]:

@@ -130,8 +130,13 @@ def bootstrap(points: Points, law: Five, *, count: int, by: str = "pairs", seed:
 
     A drawing with only one size or one amount of data is drawn again: it does not determine the exponents.
 
-    `points`: what the law was fitted to. `law`: the fitted law; each fit begins there: other starts were never seen to end lower. `count`:
-    drawings. `by`: one of `WAYS`. `seed`: of the drawings. `delta`: of the Huber loss.
+    Args:
+        points: what the law was fitted to.
+        law: the fitted law; each fit begins there: other starts were never seen to end lower.
+        count: drawings.
+        by: one of `WAYS`.
+        seed: of the drawings.
+        delta: of the Huber loss.
 
     Returns:
         `count` laws; fewer where hardly any drawing varies.

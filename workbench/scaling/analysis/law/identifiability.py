@@ -31,9 +31,13 @@ def not_identified(
 ) -> tuple[str, ...]:
     """What the points do not determine, each with what to do; empty if they determine the law.
 
-    `points`: what the law was fitted to; `bands`: E, A, B, alpha, beta with their intervals; `exponent`: of N_opt over compute, with its
-    interval; `draws`: laws of the bootstrap drawings that could be fitted; `wanted`: number of drawings that were requested; `residuals`:
-    of each point, in log loss.
+    Args:
+        points: what the law was fitted to.
+        bands: E, A, B, alpha, beta with their intervals.
+        exponent: of N_opt over compute, with its interval.
+        draws: laws of the bootstrap drawings that could be fitted.
+        wanted: number of drawings that were requested.
+        residuals: of each point, in log loss.
     """
     problems = []
     drawn, level = len(draws), float(np.median(points.loss))
