@@ -101,7 +101,7 @@ def test_what_is_random_cannot_be_prepared() -> None:
     lines = (("train.py:38 __getitem__", 0.43), ("train.py:31 __getitem__", 0.14))
     evidence = World(cpu=0.03).evidence(loading=dataclasses.replace(loading, slow_lines=lines, random_lines=lines[:1]))
     found = remedies(evidence)
-    assert found["cheaper augmentation"].what.startswith("Make cheaper what is random in train.py:38 __getitem__: it cannot be done before")
+    assert found["cheaper augmentation"].what.startswith("Make the random part in train.py:38 __getitem__ cheaper: it cannot be done")
     assert found["prepared data"].speedup < remedies(World(cpu=0.03).evidence())["prepared data"].speedup
     assert "what each epoch repeats and is not random" in found["prepared data"].what
     assert "43 % of it in train.py:38 __getitem__, which draws random numbers." in judge(evidence).why

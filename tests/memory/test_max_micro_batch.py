@@ -147,10 +147,10 @@ def test_the_name_of_a_task_has_its_dataset_too(tmp_path: Path) -> None:
 
 def test_the_answer_names_precision_and_optimizer() -> None:
     model, batch = nn.Linear(64, 64), (torch.zeros(8, 64), torch.zeros(8, 64))
-    said = "• of a step with fp32, adamw: precision= and optimizer= set others"
+    said = "• for a step with fp32, adamw: precision= and optimizer= choose others"
     assert said in str(max_micro_batch(model, batch, device="A100", loss=lambda net, given: net(given[0]).sum()))
     task = Task(model=Net, dataset=lambda: [torch.zeros(2, WIDTH)] * 50, loss=squared)
-    assert "of a step with amp_bf16, sgd(lr=0.1), " in str(max_micro_batch(task, "A100", precision="amp_bf16", optimizer="sgd(lr=0.1)"))
+    assert "for a step with amp_bf16, sgd(lr=0.1), " in str(max_micro_batch(task, "A100", precision="amp_bf16", optimizer="sgd(lr=0.1)"))
 
 
 def test_a_batch_above_the_dataset_is_not_looked_for() -> None:

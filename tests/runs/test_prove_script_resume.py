@@ -566,21 +566,27 @@ RNG = "first the random numbers (RNG of torch)"
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([STEPS[2] | {"random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at the start; di"),
+        ([STEPS[2] | {"random": "r0", "gradients": "x"}], f"{RNG}: different in step 3, the first after the resume (as at the start); "),
         (
             [STEPS[2] | {"random": "r0", "gradients": "x"}],
             "; different there too, perhaps as a consequence: the gradients. Equal there: the weights, the ",
         ),
-        ([STEPS[2] | {"samples": "s0", "random": "x", "gradients": "x"}], "first the samples (sampler, position in the data): in step 3"),
-        ([STEPS[2] | {"samples": "x", "random": "r0", "gradients": "x"}], f"{RNG}: in step 3, the first after the resume, they are as at"),
-        ([STEPS[2] | {"optimizer": "x", "schedule": "y"}], "first the optimizer's state: in step 3, the first after the resume, they "),
+        (
+            [STEPS[2] | {"samples": "s0", "random": "x", "gradients": "x"}],
+            "first the samples (sampler, position in the data): different in step 3",
+        ),
+        ([STEPS[2] | {"samples": "x", "random": "r0", "gradients": "x"}], f"{RNG}: different in step 3, the first after the resume (as at"),
+        ([STEPS[2] | {"optimizer": "x", "schedule": "y"}], "first the optimizer's state: different in step 3, the first after the resume"),
         (
             [STEPS[2], STEPS[3], STEPS[4] | {"schedule": "l1"}],
-            "): in step 5, after 2 equal steps of the resumed script, they differ. Equal",
+            "): different in step 5, after 2 equal steps of the resumed script. Equal",
         ),
-        ([STEPS[2] | {"gradients": "x"}], "first the gradients (another generator, the gradient scaler, the order of a reduction): in"),
-        ([STEPS[2] | {"weights": "x"}], "first the weights: in step 1"),
-        ([STEPS[2] | {"others": "not seeded", "samples": "x"}], "first the samples (sampler, position in the data): in step 3"),
+        (
+            [STEPS[2] | {"gradients": "x"}],
+            "first the gradients (another generator, the gradient scaler, the order of a reduction): different in",
+        ),
+        ([STEPS[2] | {"weights": "x"}], "first the weights: different in step 1"),
+        ([STEPS[2] | {"others": "not seeded", "samples": "x"}], "first the samples (sampler, position in the data): different in step 3"),
         (STEPS[2:], ""),
         ([], ""),
     ],

@@ -10,10 +10,10 @@ from workbench.cluster.analysis.operator_time import Operator
 from workbench.cluster.analysis.pipeline_idle import bubble_of
 from workbench.cluster.analysis.plan.ranges import FORMATS, link_share
 from workbench.cluster.analysis.step_time import CPU, EstimateTimeError, StepTime, TimeCalibration, checked_calibration
-from workbench.core import run_directory
 from workbench.core.device import Device
 from workbench.core.progress import predicts
 from workbench.core.synonyms import accept_synonyms
+from workbench.runs.rows import said_by
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import read_program
 
@@ -169,8 +169,8 @@ def _function(spec: Any) -> str:
 
 def _recorded_device(run: Any) -> str | None:
     """Name of the device of a run's first rank, as its file has it; None = it has none."""
-    rows = run_directory.LineTail(run.path / run_directory.rank_file(0)).read()
-    return next((str(row["device"]) for row in rows if "device" in row), None)
+    device = said_by(run.path).get("device")
+    return None if device is None else str(device)
 
 
 def refuse(spec: RunSpec, device: str | Device, cluster: str | Cluster | None, *, known: bool) -> None:

@@ -24,7 +24,7 @@ from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.observed import observe, said_by
+from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung, how_to_prove
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.diagnosis.analysis.script_remedies import LaunchedScript
@@ -34,6 +34,7 @@ from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import check_script, launch
+from workbench.runs.rows import said_by
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, check_names
 from workbench.runs.target import Measured, Step, read_spec
@@ -362,7 +363,7 @@ def _noting_load(run: Run, foreign: list[float], waiting: list[float]) -> Iterat
         with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
             while not over.wait(LOAD_LAP):
                 foreign.append(meter.lap().foreign)
-                main = main or said_by(run).get("pid")
+                main = main or said_by(run.path).get("pid")
                 now, waited = time.perf_counter(), None if main is None else waited_for_core(main)
                 if waited is not None and before is not None:
                     waiting.append(min(1.0, max(0.0, waited - before) / (now - at)))

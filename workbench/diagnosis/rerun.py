@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from workbench.core import units
 from workbench.core.progress import BudgetError
+from workbench.diagnosis.analysis.owner_search import recorded_change
 from workbench.runs.budgets import QUANTITIES
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment, worktrees
@@ -325,13 +326,10 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
 
 def _change(what: Measured, runs: Sequence[Run]) -> tuple[float, bool]:
     """The logarithm of the second run's value over the first one's, and whether it is beyond what their blocks vary by."""
-    change, errors = math.log(what.value(runs[1]) / what.value(runs[0])), list[float]()
-    for run in runs:
-        blocks = [math.log(value) for value in what.blocks(run)]
-        if len(blocks) < FEW_BLOCKS:
-            return change, False
-        errors.append(statistics.stdev(blocks) / math.sqrt(len(blocks)))
-    return change, abs(change) > max(CLEAR, SURE * math.hypot(*errors))
+    blocks = what.blocks(runs[0]), what.blocks(runs[1])
+    change = recorded_change((what.value(runs[0]), what.value(runs[1])), blocks)
+    known = min(map(len, blocks)) >= FEW_BLOCKS
+    return change.mid, known and abs(change.mid) > max(CLEAR, SURE * (change.high - change.mid) / 2)
 
 
 def step_times(run: Run) -> list[float]:

@@ -16,6 +16,7 @@ from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.runs.launch.resume import refuse_code_of_others
 from workbench.runs.out_of_memory import HOST, OutOfMemory
+from workbench.runs.rows import said_by
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, ScriptSpec
 from workbench.runs.target import shown
@@ -168,9 +169,8 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
 def _gpu_of(run: Run, rank: int) -> Device | None:
     """The GPU on which a rank ran, by the head of its file; None on a CPU, for one that the table lacks, and where it died too early."""
     try:
-        rows = run_directory.LineTail(run.path / run_directory.rank_file(rank)).read()
-        return Device.named(next(row["device"] for row in rows if "device" in row))
-    except (StopIteration, OSError, ValueError):
+        return Device.named(said_by(run.path, rank)["device"])
+    except (LookupError, ValueError):
         return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
-from workbench.core.system_load import cpu_of_process
+from workbench.core.system_load import cpu_of_process, waited_for_core
 from workbench.runs import hang
 from workbench.runs.hang import Hang
 from workbench.runs.rank_watchdog import DUMP_SIGNAL, QUIET
@@ -162,10 +162,7 @@ class Watchdog:
 
 def _usage(pid: int) -> tuple[float, float, float]:
     """The time, the CPU time of a process so far, and for how long its main thread was ready and waited for a core; all in seconds."""
-    waited = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return time.monotonic(), cpu_of_process(pid), waited
+    return time.monotonic(), cpu_of_process(pid), waited_for_core(pid) or 0.0
 
 
 def _busy(used: deque[tuple[float, float, float]]) -> str:

@@ -36,6 +36,19 @@ PARTS = {
 }
 """What a step depends on and computes, in this order: of several parts that differ in a step, the first is the cause."""
 
+FIRST_BYTES = 1 << 16
+"""Of a rank's file: in them is what it says beside its steps when it begins."""
+
+
+def said_by(run_dir: Path, rank: int = 0) -> dict[str, Any]:
+    """What a rank has written at the beginning of its file, beside its steps; empty if it has no file."""
+    try:
+        with open(run_dir / run_directory.rank_file(rank), "rb") as file:
+            rows = [run_directory.parse_row(line) or {} for line in file.read(FIRST_BYTES).split(b"\n")]
+    except OSError:
+        return {}
+    return {name: value for row in rows if "step" not in row for name, value in row.items()}
+
 
 class Rows:
     """The sound rows of one file, as they come.

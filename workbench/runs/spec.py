@@ -11,7 +11,6 @@ from workbench.core.checks import choice, real_number, unknown_names, whole_numb
 from workbench.core.synonyms import check_fields
 from workbench.runs import combinations
 from workbench.runs.combinations import WAYS
-from workbench.runs.combinations import ranks_per_shard as ranks_per_shard
 from workbench.runs.profile import Profile
 from workbench.runs.training_knobs import AUTO as AUTO
 from workbench.runs.training_knobs import (
@@ -219,7 +218,7 @@ class RunSpec(_Spec):
     addition. The training continues bit for bit as if it had not been evaluated. False = never."""
     stop_when: str | None = knob(None, elsewhere=("early_stopping", "early_stopping_patience"))
     """End the training early when a figure of its evaluations stops improving: "validation_loss(patience=3)": for 3 evaluations;
-    "score(patience=5, best=max, by=0.001)": larger is better, by more than 0.001; of accuracy that is known. Needs evaluate="epoch",
+    "score(patience=5, best=max, by=0.001)": larger is better, by more than 0.001; accuracy needs no `best=`. Needs evaluate="epoch",
     "every(steps=…)" or "checkpoint". If the evaluations have no such figure, a warning says which they have; None = all steps are taken."""
     evaluate_batches: int | None = None
     """Number of batches of micro_batch samples in an evaluation, over all ranks; None = the whole `Task.validation`."""
@@ -227,8 +226,8 @@ class RunSpec(_Spec):
     """Steps between two checkpoints in the run directory, from which a run can continue: a job that Slurm requeues (`Slurm(requeue=True)`),
     or a run of this machine with `wb.launch(resume=run)`; None = none. See `train.checkpoints`."""
     keep_checkpoints: int = knob(2, elsewhere=("save_total_limit", "save_top_k", "max_to_keep"))
-    """How many of the latest checkpoints are kept, besides the best one and the last with finite weights. With 1 there is no other if it is
-    damaged."""
+    """How many of the latest checkpoints are kept, besides the best one and the last with finite weights. With 1, nothing is
+    left if the only one is damaged."""
     best: str | None = knob(None, elsewhere=("metric_for_best_model", "monitor"))
     """The evaluation's figure that decides which checkpoint is the best: "accuracy", "validation_loss", "perplexity", "bits_per_byte" or
     "ece", or one of the task's own with its direction: "score(max)" or "score(min)"; None = of the evaluations' figures "validation_loss",

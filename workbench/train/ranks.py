@@ -19,7 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from workbench.core.checks import number_in_environment
 from workbench.core.units import several
-from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
+from workbench.runs.combinations import ranks_per_shard
+from workbench.runs.spec import SHARDED, RunSpec, SpecError
 from workbench.runs.training_knobs import parse_local_sgd
 
 FAILED_TIMEOUT = datetime.timedelta(seconds=60)

@@ -194,7 +194,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         (
             ("decode", "oversubscribed", "slow samples") if drawn else ("random",),
             "cheaper augmentation",
-            f"Make cheaper what is random in {', '.join(line for line, _ in loading.random_lines)}: it cannot be done beforehand. Resize "
+            f"Make the random part in {', '.join(line for line, _ in loading.random_lines)} cheaper: it cannot be done beforehand. Resize "
             "the samples before it, do it on whole batches on the GPU, or take fewer or simpler operations.",
             _less_cpu(feeding, drawn),
             f"the lines that draw random numbers, {units.percent(drawn)} of making a batch, are gone",

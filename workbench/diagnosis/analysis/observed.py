@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from workbench.core import run_directory, units
+from workbench.core import units
 from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.costs import is_crowded
@@ -15,7 +15,7 @@ from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidenc
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
 from workbench.diagnosis.analysis.step_model import UNKNOWN_OVERLAP
 from workbench.harness.results import BUSY, OTHERS, Place
-from workbench.runs.rows import busy_note
+from workbench.runs.rows import busy_note, said_by
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.timeline import LARGEST, LEFT_OUT, WARNING, Pause, Timeline
@@ -24,8 +24,6 @@ MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
 MORE_SECONDS = 120.0
 """The budget that is suggested for a script that took too few steps, or three times what it had. Chosen, not measured."""
-FIRST_BYTES = 1 << 16
-"""Of the file of rank 0, in which the places of a script are looked for."""
 SLOWED_PHASES, MAX_ONE_PHASE = 3, 0.9
 """A step was slowed down as a whole if it takes twice its usual time in so many phases, and a single phase has no more than this share of
 what it takes longer. Chosen: a pause of the loop lies in one phase, with next to all of its time."""
@@ -78,7 +76,7 @@ def observe(source: Run | Timeline, *, outside: bool = False, noise: Noise | Non
     ranks = tuple(rank for rank, _ in judged)
     together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
     samples = [_samples(timeline) for timeline in timelines]
-    said = said_by(run) if run else {}
+    said = said_by(run.path) if run else {}
     evidence = Evidence(
         step=statistics.fmean(timeline.mean() for timeline in timelines),
         device="cuda" if timelines[0].clock == "device" else "cpu",
@@ -106,16 +104,6 @@ def observe(source: Run | Timeline, *, outside: bool = False, noise: Noise | Non
         loading=_script_loading(said.get("loader"), timelines[0], noise.waiting if noise else 0.0),
         optimizer=optimizer[:200] if isinstance(optimizer, str) else None,
     )
-
-
-def said_by(run: Run) -> dict[str, Any]:
-    """What rank 0 of a watched script has written with its first step."""
-    try:
-        with open(run.path / run_directory.rank_file(0), "rb") as file:
-            rows = [run_directory.parse_row(line) or {} for line in file.read(FIRST_BYTES).split(b"\n")]
-    except OSError:
-        return {}
-    return {name: value for row in rows if "step" not in row for name, value in row.items()}
 
 
 def _places(places: Any) -> dict[str, str]:

@@ -318,7 +318,7 @@ class MaxMicroBatch:
     @property
     def program(self) -> str:
         """Precision, optimizer and parallelism of the step, as the title of the breakdown has them, in a sentence."""
-        return f"of a step with {self.breakdown.title.rpartition(' samples, ')[2]}: precision= and optimizer= set others"
+        return f"for a step with {self.breakdown.title.rpartition(' samples, ')[2]}: precision= and optimizer= choose others"
 
     def __str__(self) -> str:
         return table.notes([self.word, self.program, *self.notes])

@@ -43,6 +43,8 @@ ITEMS = {
     "gradients": "the gradients (another generator, the gradient scaler, the order of a reduction)",
 }
 """What an optimizer step depends on, as `follow_script` records it: what differs may follow from what comes before it."""
+_SAVED = ("samples", "random", "others", "optimizer", "schedule")
+"""Items that a checkpoint saves beside the weights."""
 _SHORT = {item: words.partition(" (")[0] for item, words in ITEMS.items()}
 _NUMBER = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w{8}")
 """In the name of a file what differs from save to save."""
@@ -179,7 +181,7 @@ class ScriptResumeProof(Briefed, display.Shown):
                 "ModelCheckpoint(save_last=True) may leave last.ckpt at an earlier epoch, trainer.save_checkpoint after fit does not. If "
                 "it is written at the end, the script does not restore its counts"
             )
-        lacks = self.first or f". No optimizer step shows what its checkpoint lacks: it may be {', '.join(list(_SHORT.values())[1:6])}"
+        lacks = self.first or f". No optimizer step shows what its checkpoint lacks: it may be {', '.join(_SHORT[item] for item in _SAVED)}"
         return (
             f"Not exact: {many} {after}{lacks}. Without a kill the script writes the same twice"
             + f". Or it went on from a part of a checkpoint: {torn}. {WHOLE}" * bool(torn)
@@ -458,11 +460,11 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> str:
             parted.sort(key=lambda item: item not in ("random", "others") or item not in anew)  # the order of the samples may be drawn
             if parted:
                 when = f"after {several(passed, 'equal step')} of the resumed script" if passed else "the first after the resume"
-                how = "are as at the start" if parted[0] in anew else "differ"
+                how = " (as at the start)" * (parted[0] in anew)
                 later = ", ".join(_SHORT[item] for item in parted[1:])
                 more = f"; different there too, perhaps as a consequence: {later}" * bool(later)
                 equal = ", ".join(_SHORT[item] for item in same if item not in parted) or "nothing"
-                return f", first {ITEMS[parted[0]]}: in step {begin + passed + 1}, {when}, they {how}{more}. Equal there: {equal}"
+                return f", first {ITEMS[parted[0]]}: different in step {begin + passed + 1}, {when}{how}{more}. Equal there: {equal}"
     return ""
 
 
