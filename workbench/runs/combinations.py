@@ -101,10 +101,10 @@ def check(spec: Any) -> None:
             whole_number(f'gradient_compression="{spec.gradient_compression}": {option}', options[option], least=least, error=SpecError)
     real_number("label_smoothing", spec.label_smoothing, least=0, below=1, error=SpecError)
     if spec.gradient_compression != "none" and (spec.parallel in SHARDED or spec.tensor_parallel > 1):
-        given = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f'parallel="{spec.parallel}"'
+        beside = given(spec, "tensor_parallel" if spec.tensor_parallel > 1 else "parallel")
         raise SpecError(
-            f'gradient_compression="{spec.gradient_compression}" with {given}: it is a hook of DDP, which "ddp" and "zero1" use; leave it '
-            'out, or try parallel="ddp" with tensor_parallel=1'
+            f'{given(spec, "gradient_compression")} with {beside}: it is a hook of DDP, which "ddp" and "zero1" use; leave it out, or try '
+            'parallel="ddp" with tensor_parallel=1'
         )
     if spec.ema is not None:
         real_number("ema", spec.ema, above=0, below=1, what="a decay per step", also=", such as 0.999, or None", error=SpecError)

@@ -68,6 +68,11 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
+def groups_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of the optimizer's groups in a whole state, with the `names` of their parameters."""
+    return [{**group, "names": own} for group, own in zip(state["optimizer"]["param_groups"], state["names"], strict=True)]
+
+
 def optimizer_groups(trainer: Training) -> list[dict[str, Any]]:
     """The options of the optimizer's groups, with the `names` of their parameters."""
     names = {id(weight): name for name, weight in trainer.module.named_parameters()}
@@ -239,7 +244,7 @@ class Source:
                 self._pieces[key].append((value, (0,) * value.dim(), tuple(value.shape)))
             elif key[0] == "optimizer":
                 self.values[key] = value
-        self.groups = [{**group, "names": own} for group, own in zip(state["optimizer"]["param_groups"], state["names"], strict=True)]
+        self.groups = groups_of(state)
         self._other = dict(state["module"])
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:

@@ -202,9 +202,9 @@ def refuse_other_optimizer(trainer: Trainer, name: str, state: Mapping[str, Any]
         why = f"it has the states of {was!s:.80}, and the optimizer of the run is {now} now"
         again, on = f"make it {was!s:.80} again", f"with {now}"
     elif (source and not source.imported) or (not source and "names" in state):  # what is imported has its own rules
-        known = zip(state["optimizer"]["param_groups"], state["names"], strict=True) if not source else ()
-        its = source.groups if source else [{**group, "names": own} for group, own in known]
-        why = regrouped(its, named_state.optimizer_groups(trainer), exactly=not source)
+        why = regrouped(
+            source.groups if source else named_state.groups_of(state), named_state.optimizer_groups(trainer), exactly=not source
+        )
         again, on = "make the groups as they were", "with these groups"
     if why:
         raise TaskError(
