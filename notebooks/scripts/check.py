@@ -284,7 +284,7 @@ next_share.wrong = (lambda first, second: second, lambda first, second: second -
 
 
 def culprit(guess: str | None, found: str) -> None:
-    """Notebooks 03, 11 and 12: is the guess what makes it slow?"""
+    """Notebooks 03, 11, 12 and 18: is the guess what makes it slow?"""
     _say(guess, guess == found, f"{found}.", f"it is {found}: the output above says why.")
 
 
@@ -362,9 +362,15 @@ def steepest(written: Callable[..., Any]) -> None:
     cases = [
         {"lrs": [1e-4, 1e-3, 1e-2, 1e-1, 1.0], "losses": [2.3, 2.29, 2.2, 1.5, 2.6]},
         {"lrs": [0.01, 0.02, 0.1, 0.2], "losses": [2.0, 1.9, 1.2, 1.1]},
+        {"lrs": [0.01, 0.02, 0.03, 0.3], "losses": [2.0, 1.95, 1.6, 0.9]},
     ]
     because = "a slope over the rate itself is divided by small numbers on the left, so it favours rates that are far too small."
     _judge(written, truth, cases, because, "Take the slope between neighbours, and return the left learning rate of the lowest slope.")
+
+
+steepest.wrong = (  # type: ignore[attr-defined]
+    lambda lrs, losses: (min(zip(lrs, losses, losses[1:], strict=False), key=lambda pair: pair[2] - pair[1])[0], lrs[0]),
+)
 
 
 def warmup(written: Callable[..., Any]) -> None:
@@ -734,7 +740,7 @@ def percent(guess: float | None, measured: float) -> None:
         guess,
         right,
         f"it is {units.percent(measured)}.",
-        f"{units.percent(measured)}: what was known by heart hid that share of the errors.",
+        f"{units.percent(measured)}: the answers that were known by heart hid a part of the errors.",
     )
 
 
@@ -856,7 +862,7 @@ def loses(guess: str | None, part: str) -> None:
 
 
 def first_difference(written: Callable[..., Any]) -> None:
-    """Notebook 17, exercise 1: the first step and part in which two trainings differ; None where they do not."""
+    """Notebook 17, exercise 1: the first step and part in which two trainings differ; "none" where they do not."""
 
     def truth(one: Sequence[Mapping[str, str]], other: Sequence[Mapping[str, str]], parts: Sequence[str]) -> Any:
         for step, (a, b) in enumerate(zip(one, other, strict=True), 1):
@@ -951,14 +957,14 @@ def commit(guess: int | None, place: int) -> None:
 
 
 def tries(written: Callable[..., Any]) -> None:
-    """Notebook 12, exercise 2: how many commits a bisection trains at most, beside the good one and the last."""
+    """Notebook 12, exercise 3: how many commits a bisection trains at most, beside the good one and the last."""
     cases = [{"commits": commits} for commits in (1, 2, 5, 64, 1000)]
     because = "a thousand commits take ten."
     _judge(written, lambda commits: math.ceil(math.log2(commits)), cases, because, "Each training leaves half of the commits.")
 
 
 def pairs(written: Callable[..., Any]) -> None:
-    """Notebook 12, exercise 3: pairs of trainings until a change is larger than twice its standard error."""
+    """Notebook 12, exercise 2: pairs of trainings until a change is larger than twice its standard error."""
     cases = [{"change": 0.02, "spread": 0.03}, {"change": 0.10, "spread": 0.03}, {"change": 0.05, "spread": 0.20}]
     hint = "The mean of n has a standard error of spread / √n. When is the change more than two of them?"
     _judge(written, lambda change, spread: math.ceil((2 * spread / change) ** 2), cases, "half the change takes four times as many.", hint)
