@@ -241,7 +241,7 @@ def test_what_was_tried_and_is_not_clear_is_said() -> None:
     assert f"• t{tried}" in d.caption
     assert f"t{tried}"[:60] in str(d.brief()["unknown"])
     assert d.remedy("threads=1").change == {"threads": 1}
-    short = dataclasses.replace(d.evidence, notes=("no time was left to try batches twice as large: budget_s=90 would probably do",))
+    short = dataclasses.replace(d.evidence, left_out=("batches twice as large",), enough=90)
     assert "Diagnose again with budget_s=90: no time was left to try batches twice as large. prove(" in Diagnosis.of(short).next
 
 

@@ -95,8 +95,9 @@ def diagnose(
         nproc_per_node: with a script: the number of its processes.
         threads: with a script: the threads per operator with which each process starts. A process that you start yourself has one per core.
         budget_s: seconds to spend at most, the start of a launch included; less if the verdict is clear earlier. However long a start
-            takes, a spec is measured for 15 s, or half of a budget below 30 s, and a note says so if that exceeds the budget. At Ctrl-C
-            the result is what is known so far; if nothing is known, the KeyboardInterrupt says so.
+            takes, a spec is measured for 15 s, or half of a budget below 30 s, and a note says so if that exceeds the budget. However long
+            a step takes, at least four are run; nothing else is begun for which a step would not fit, and a note names what was left out.
+            At Ctrl-C the result is what is known so far; if nothing is known, the KeyboardInterrupt says so.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Raises:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils import checkpoint
 
 from workbench.core.gc import without_gc
+from workbench.core.system_load import usable_cores
 from workbench.harness.batches import map_tensors
 from workbench.harness.deterministic import deterministic
 from workbench.harness.tf32 import tf32
@@ -262,6 +263,12 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def thread_counts() -> list[int]:
+    """Numbers of threads to try: 1, 2, and the cores; not the present one."""
+    cores = max(1, int(usable_cores()))
+    return sorted({count for count in (1, 2, cores) if count <= cores} - {torch.get_num_threads()})
 
 
 @contextlib.contextmanager

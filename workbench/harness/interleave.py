@@ -29,6 +29,9 @@ MIN_WATCHED_SECONDS = 1e-3
 
 STEPS_OF_ITERATOR = 6
 """Steps of a block of an iterator, whose batches cannot be read again."""
+FEW_STEPS = 12
+"""Where the time that is left is enough for no more steps than that, the first round counts. Counted: a round, a trace and a trial
+take 11."""
 MIN_STEPS_PER_PASS = 4
 """Where a pass over the loader has fewer steps, the start of a pass belongs to every block."""
 
@@ -69,17 +72,23 @@ class InterleavedRounds:
         """The steps of the full loop on this rank, as the clocks of `wb.watch` saw them."""
         return self._watches["full"].timeline
 
-    def prepare(self, most: float, left: float) -> None:
-        """A first round, not counted, to see how long blocks should be, in about `most` seconds at most. A round that takes longer than
-        what is `left` has as few steps as possible.
+    def prepare(self, most: float, left: float) -> float:
+        """A first round, to see how long blocks should be, in about `most` seconds at most. It is not counted, unless there is time for no
+        more than FEW_STEPS. A round that takes longer than what is `left` has as few steps as possible.
+
+        Returns:
+            Seconds of a full step.
         """
         bench, feed = self.bench, self.feed
         workers = max(1, feed.num_workers)
         self.drain()
-        load = self.load(1, arm="first loader")
-        quick = max(bench.timings.typical("first loader"), bench.timings.typical("warm-up") / 4) <= most / 8
-        few = 2 if quick else 1
-        full = self.full(few, arm="first full")
+        counts = not self.parallel and FEW_STEPS * bench.timings.typical("warm-up") > left
+        load = self.load(1, arm="loader" if counts else "first loader")
+        quick = max(bench.timings.typical(load.arm), bench.timings.typical("warm-up") / 4) <= most / 8
+        few = 2 if quick and not counts else 1
+        self.recent.clear()
+        self.watched = counts
+        full = self.full(few, arm="full" if counts else "first full")
         step, alone = bench.timings.typical(full.arm), bench.timings.typical(load.arm)
         self.watched = step >= MIN_WATCHED_SECONDS
         least = 4 if step < 0.25 else 3 if step < 0.7 else 2 if step < 1.5 else 1
@@ -100,6 +109,7 @@ class InterleavedRounds:
         self.cost = self._seconds(step, alone)
         """Seconds of a round, about."""
         self._agree_on_start_up()
+        return step
 
     def _seconds(self, step: float, alone: float) -> float:
         return self.steps * 2 * step + self.loads * alone + self.warm * 2 * step
@@ -114,8 +124,12 @@ class InterleavedRounds:
         self.saved.restore_weights()
         varied = self.bench.peers.agree(self.replay.varied)  # ranks have batches of their own, and have to keep one order
         swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
-        for part in (self._without_loader, self._with_loader) if swapped else (self._with_loader, self._without_loader):
-            part(swapped)
+        if not self.pairs and self.bench.timings.blocks.get("full"):
+            self._hold()
+            self._without_loader(swapped)
+        else:
+            for part in (self._without_loader, self._with_loader) if swapped else (self._with_loader, self._without_loader):
+                part(swapped)
         self._agree_on_start_up()
         self.pairs += 1
 

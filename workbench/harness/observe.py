@@ -236,6 +236,11 @@ def timed_device_of(models: Sequence[nn.Module]) -> torch.device:
     return device
 
 
+def has_convolutions(models: Sequence[nn.Module]) -> bool:
+    """Is there a 2d convolution in them?"""
+    return any(isinstance(part, nn.Conv2d) for model in models for part in model.modules())
+
+
 def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Their parameters, each once."""
     return list({id(weight): weight for model in models for weight in model.parameters()}.values())

@@ -170,7 +170,9 @@ class Advice:
             return FIND_NAN
         if self.judgement.verdict == "inconclusive":
             unsure = self.evidence.observed and self.judgement.cause in ("noise", "too few measurements")
-            return (MORE_STEPS if unsure else TO_LEARN_MORE.get(self.judgement.cause, AGAIN)) + self._not_recommended
+            usual = TO_LEARN_MORE.get(self.judgement.cause, AGAIN)
+            enough = self._larger_budget if self.judgement.cause == "not enough was tried" else ""
+            return (MORE_STEPS if unsure else enough or usual) + self._not_recommended
         if not self.remedies:
             return self._without_remedies
         first = surer_remedy(self.remedies)
@@ -193,9 +195,7 @@ class Advice:
     @property
     def _without_remedies(self) -> str:
         """What to do where nothing is predicted to gain: to try what was not tried, or not long enough."""
-        untried = next((note for note in self.evidence.notes if note.startswith("no time was left to try")), "")
-        what, _, budget = untried.partition(": ")
-        more = f"Diagnose again with {budget.partition(' would')[0]}: {what}." if untried else ""
+        more = self._larger_budget
         if first := next(iter(self.unclear), ""):
             listed = f"{TRIED.capitalize()}: {', '.join(self.unclear.values())}."
             return f"{listed} {more or AGAIN} prove({first!r}) tries one of them, for as long as you say."
@@ -209,6 +209,12 @@ class Advice:
                 how = f"wb.diagnose(step, loader) experiments. How to give it the step and loader of a Trainer: docs, {TRAINER_PAGE}."
             return "" if self._fewer_threads else f"It computes, and nothing was tried to make it faster: {how}"
         return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
+
+    @property
+    def _larger_budget(self) -> str:
+        """Which budget would do for what was left out; "" where nothing was."""
+        e = self.evidence
+        return f"Diagnose again with budget_s={e.enough}: {e.shortage}." if e.enough else ""
 
     def _when_quiet(self, best: Remedy) -> str:
         """What to do where the gain of the best remedy is within the noise of a busy machine."""

@@ -16,8 +16,10 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
-__all__ = ["ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls", "what_changes"]
+__all__ = ["ARMS", "SMALL_OP", "TRACE", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls", "what_changes"]
 
+TRACE = "a trace of the step"
+"""The look inside a step, as notes call it."""
 ARMS = {
     "cached": "the batches that were just trained on, again: no loader",
     "loader": "the loader alone: no training",
@@ -237,6 +239,10 @@ class Evidence(JsonDataclass):
     """Calls of step()."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and what was done instead."""
+    left_out: tuple[str, ...] = ()
+    """What the budget left no time for: TRACE, and changes as `what_changes` calls them."""
+    enough: int | None = None
+    """Seconds of a budget that would probably do for all of that; None where nothing was left out."""
     speeds: MachineSpeeds | None = None
     """What basic operations cost on the machine, which scales some limits; None = not measured: they are as they were fitted."""
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -244,6 +250,13 @@ class Evidence(JsonDataclass):
     whose training loop it is (`script_remedies.SETTINGS_OF`)."""
     formats: FormatComparison | None = None
     """What the data cost in other formats (`wb.data.compare_formats`); None = not measured: remedies of the data are ceilings."""
+
+    @property
+    def shortage(self) -> str:
+        """What the budget left no time for, in words; "" = nothing."""
+        tries = ", ".join(what for what in self.left_out if what != TRACE)
+        parts = [f"for {TRACE}"] * (TRACE in self.left_out) + ([f"to try {tries}"] if tries else [])
+        return f"no time was left {', nor '.join(parts)}" if parts else ""
 
     @property
     def cpu_seen(self) -> float | None:

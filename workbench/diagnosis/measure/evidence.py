@@ -2,22 +2,27 @@
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import units
-from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading, RankEvidence, Stalls
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
 from workbench.diagnosis.analysis.stalls import Call, find_stalls, within
-from workbench.diagnosis.measure.trials import has_convolutions
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, StepTimes, known_pairs
 from workbench.harness.discover import ReachableState, describe
 from workbench.harness.feed import Feed
 from workbench.harness.interleave import MIN_STEPS_PER_PASS, InterleavedRounds
-from workbench.harness.observe import weights_of
+from workbench.harness.observe import has_convolutions, weights_of
+from workbench.harness.peers import Peers
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
@@ -190,3 +195,50 @@ def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
         "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=33554432 in the environment of Python keeps it (glibc; wb.launch sets "
         "both)"
     ]
+
+
+LARGE_BYTES = 25 * 2**20
+"""Bytes of the large reduction: a bucket of DDP's."""
+REDUCTION_REPEATS = 9
+"""Reductions of each size, the first of which warms up."""
+
+
+def measure_gradients(models: Sequence[nn.Module], peers: Peers) -> Gradients | None:
+    """What all ranks reduce in a step. Collective. None if no model is parallel and none has gradients."""
+    parallel = [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    weights = {id(weight): weight for model in parallel or models for weight in model.parameters() if weight.requires_grad}
+    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    if not size:
+        return None
+    group = parallel[0].process_group if parallel else None
+    device = next(iter(weights.values())).device
+    large = min(LARGE_BYTES, max(size, 2**20))
+    small = _seconds(1, device, group, peers)
+    per_byte = max(0.0, _seconds(large // 4, device, group, peers) - small) / large
+    buckets = sum(_buckets(model) for model in parallel) if parallel else len(weights)
+    return Gradients(size=size, buckets=buckets, latency=small, per_byte=per_byte)
+
+
+def _seconds(numbers: int, device: torch.device, group: Any, peers: Peers) -> float:
+    values, times = torch.zeros(numbers, device=device), []
+    for _ in range(REDUCTION_REPEATS):
+        peers.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return peers.agree(statistics.median(times[1:]))
+
+
+def _buckets(model: DistributedDataParallel) -> int:
+    """Pieces in which DDP reduces, as it logs them; else by their size."""
+    try:
+        data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
+        if buckets := [part for part in sizes.split(",") if part.strip()]:
+            return len(buckets)
+    except (AttributeError, RuntimeError):
+        pass
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    return max(1, -(-size // int(model.bucket_bytes_cap)))

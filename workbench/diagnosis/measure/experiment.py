@@ -3,31 +3,37 @@
 import contextlib
 import math
 import platform
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from workbench.core import units
 from workbench.core.gpu_load import GpuLoad, load_nvml
 from workbench.core.machine_speeds import Machine, MachineSpeeds, slowness
 from workbench.core.statistics import LOOKS, Interval, repeated_interval
-from workbench.core.system_load import LoadMeter
+from workbench.core.system_load import LoadMeter, Noise
 from workbench.diagnosis.analysis.costs import CHEAP_LOADER, MAX_OPTIMIZER_COST
-from workbench.diagnosis.analysis.evidence import SMALL_OP, Evidence, Gradients, Inside, Loading, what_changes
+from workbench.diagnosis.analysis.evidence import SMALL_OP, TRACE, Evidence, Inside, Loading, what_changes
 from workbench.diagnosis.analysis.stalls import is_loose, is_open, stalled_at_least
 from workbench.diagnosis.measure import inside, loading
-from workbench.diagnosis.measure.evidence import EvidenceBuilder, new_pages_note
-from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
+from workbench.diagnosis.measure.evidence import EvidenceBuilder, measure_gradients, new_pages_note
+from workbench.diagnosis.measure.trials import (
+    CLEAR_INTERVAL,
+    FEW_PAIRS,
+    MIN_BLAMED_SAVING,
+    NARROW_INTERVAL,
+    Trials,
+    has_too_many_threads,
+    reaching,
+    treatments,
+)
 from workbench.harness import ablations
+from workbench.harness.ablations import Variant
 from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
@@ -47,12 +53,14 @@ BLAMED = 0.15
 """Fraction of the step from which on the loader, or stalls, are to blame; see `diagnosis.analysis.verdict.USUAL`."""
 SLOW_STEP, LOOK_CALLS = 0.7, 7
 """Seconds: such steps are traced once. So are those of which the calls of a usual look take twice the time that is left for it."""
-LOOK_LEAST, TRY_LEAST, MAX_OVERRUN = 4, 10, 1.3
-"""Calls of step() that a look inside takes at the least, and those to try one variant. Counted. How many times its budget all of that may
-take before a user is told so. Chosen."""
-LATE_STEPS, LATE_SHARE, LATE_SECONDS = 3, 0.1, 0.5
-"""What begins within the budget may end so many steps, such a fraction of the budget, or so many seconds after it. Chosen. With half, more
-is left out of diagnoses with small budgets; with twice, those of slow steps exceed their budgets further."""
+LOOK_LEAST, TRY_LEAST = 4, 3
+"""Calls of step() that a look inside takes at the least, and those to try one variant of a step of a second or more. Counted."""
+LATE_SECONDS = 0.5
+"""What begins may probably end so many seconds after the budget. Chosen. With half, more is left out of diagnoses with small budgets; with
+twice, they exceed their budgets further."""
+LOADING_SHARE = 0.1
+"""Fraction of the budget in which the loader may be probed, even where it is over. Chosen: it is known for little else whether workers are
+missing."""
 MIN_CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
 STALLS_UNTIL, OWNERS_UNTIL = 0.5, 0.75
@@ -163,6 +171,7 @@ class _Experiment:
         self.speeds: MachineSpeeds | None = None
         self.too_short = ""
         self.left_out = list[str]()
+        self.enough = 0.0
 
     def run(self) -> Evidence:
         with self.bench.unsampled():  # the sampler slows Python down
@@ -175,10 +184,11 @@ class _Experiment:
             try:
                 self._rounds()
                 cached = self.bench.timings.typical("cached")
+                self._try_fewer_threads()
                 self._look_inside(cached)
                 self._probe_loader()
                 self._wait_for_stalls(cached, calls=0)
-                self._trials(self.bench.timings.typical("full"))
+                self._try_variants(cached)
                 self._wait_for_stalls(cached, calls=MIN_CALLS)
             except KeyboardInterrupt as stop:  # of one rank alone: the others wait for it somewhere
                 if not self.rounds.pairs or (self.peers.world_size > 1 and not isinstance(stop, _StopTogether)):
@@ -188,10 +198,6 @@ class _Experiment:
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
-            if self.left_out:
-                self.notes.append(f"no time was left for {' and '.join(self.left_out)}: a larger budget_s= would do")
-            if self.too_short and (self.left_out or not (self.trials and self.trials.tried) or self.bench.elapsed > self.budget):
-                self.notes.append(f"the budget of {units.seconds(self.budget)} was too short: {self.too_short}")
             evidence = self.sums.evidence(
                 self.found,
                 tried=self.trials.results() if self.trials else {},
@@ -203,7 +209,12 @@ class _Experiment:
                 notes=self.notes,
             )
             noise, retries = meter.noise(self.sums.spread(), gpu.notes() if gpu else ()), self.peers.agree(self.retries)
-            return replace(evidence, noise=noise, gradients=gradients, alloc_retries=retries, speeds=self.speeds)
+            evidence = replace(evidence, noise=noise, gradients=gradients, alloc_retries=retries, speeds=self.speeds)
+            if not self.left_out:
+                return evidence
+            evidence = replace(evidence, left_out=tuple(self.left_out), enough=math.ceil(self.enough))
+            shortage = f"with steps of {units.seconds(evidence.step)} {evidence.shortage}: budget_s={evidence.enough} would probably do"
+            return replace(evidence, notes=(*evidence.notes, shortage))
         finally:
             meter.close()
 
@@ -233,9 +244,8 @@ class _Experiment:
     def _rounds(self) -> None:
         """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
         rounds, bench = self.rounds, self.bench
-        rounds.prepare(self.budget / 8, self.budget - bench.elapsed)
-        step = bench.timings.typical("first full")
-        if (least := bench.elapsed + rounds.cost + (LOOK_LEAST + TRY_LEAST) * step) > MAX_OVERRUN * self.budget:
+        step = rounds.prepare(self.budget / 8, self.budget - bench.elapsed)
+        if (least := bench.elapsed + rounds.cost + (LOOK_LEAST + TRY_LEAST) * step) > self.budget:
             self.too_short = f"with steps of {units.seconds(step)}, about {units.seconds(least)} are needed at least"
         retries, called = _allocator_retries(bench.device), bench.called
         while True:
@@ -251,17 +261,6 @@ class _Experiment:
             rounds.clocked(50)
         self.retries = (_allocator_retries(bench.device) - retries) / max(1, bench.called - called)
         self._note_the_loader()
-
-    def _has_time(self, seconds: float, what: str) -> bool:
-        """Is what takes so many seconds over within the budget, or soon after it? Else it is left out, and a note says so."""
-        if self.bench.elapsed + seconds > self._latest:
-            self.left_out.append(what)
-        return what not in self.left_out
-
-    @property
-    def _latest(self) -> float:
-        """When what begins within the budget has to be over, in seconds since the start."""
-        return self.budget + max(LATE_STEPS * self.bench.timings.typical("cached"), LATE_SHARE * self.budget, LATE_SECONDS)
 
     def _few_pairs(self) -> int:
         """Pairs that are enough where their interval is clear.
@@ -285,7 +284,8 @@ class _Experiment:
 
     def _look_inside(self, cached: float) -> None:
         """A short trace of the cached step."""
-        if not self._has_time(LOOK_LEAST * cached, "a trace of the step"):
+        if self.bench.elapsed + LOOK_LEAST * cached > self.budget + LATE_SECONDS:
+            self.left_out.append(TRACE)
             return
         self._say("a trace of a step")
         bench, replay = self.bench, self.rounds.replay
@@ -313,7 +313,7 @@ class _Experiment:
         adds, works = self.sums.arm("cached").saved.mid, 1 - self.sums.arm("loader").saved.high
         most = LOADING_SECONDS if adds > CHEAP_LOADER else HIDDEN_LOADER_SECONDS if works > CHEAP_LOADER else CHEAP_LOADER_SECONDS
         left = self.budget - self.bench.elapsed
-        seconds = min(most, max(min(1.0, left), LATE_SHARE * self.budget, BUDGET_SHARES["loading"] * self.budget - self.bench.elapsed))
+        seconds = min(most, max(min(1.0, left), LOADING_SHARE * self.budget, BUDGET_SHARES["loading"] * self.budget - self.bench.elapsed))
         if self.peers.rank == 0 and self.feed.exhausted:
             self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
         elif self.peers.rank == 0:
@@ -321,25 +321,26 @@ class _Experiment:
             self.notes += notes
         self.bench.tick()
 
-    def _trials(self, full: float) -> None:
-        self.rounds.settle()
-        look = self.inside if self.inside and self.inside.step > 0 else None
-        gc_share, optimizer = look.gc / look.step if look else 0.0, 1.0
-        if look and look.optimizer is not None and self.bench.device.type == "cpu":
-            optimizer = MAX_OPTIMIZER_COST * look.optimizer / look.step * self.bench.timings.typical("cached") / full
-        optimizer = self.peers.agree(optimizer)
-        known = (saved_by_caching(self.sums.arm("cached").pairs).low, stalled_at_least(self.sums.stalls()))
+    def _try_fewer_threads(self) -> None:
+        """Prepare the trials; where other processes take the cores, begin with fewer threads, before anything else takes the time."""
         self.trials = trials = Trials(
             self.bench,
             self.rounds.replay,
             self.keep.restore_weights,
-            full=full,
-            lead=self.peers.agree(max((low for low in known if low > BLAMED), default=0.0), min),
-            few=self._few_pairs(),
-            most={"no_optimizer": optimizer},
+            full=self.bench.timings.typical("full"),
             alone=lambda: ablations.without_reduction(self.models),
+            late=self.budget + LATE_SECONDS,
         )
-        some = treatments(
+        trials.begun = lambda name: self._say(what_changes(name))
+        noise = self.meter.noise()
+        if self.bench.device.type == "cpu" and has_too_many_threads(noise, self.peers.world_size):
+            first = self._possible_variants(noise)[0]
+            if trials.fits(first):
+                self.rounds.settle()
+                trials.run([first], BUDGET_SHARES["inside"] * self.budget)
+
+    def _possible_variants(self, noise: Noise, gc_share: float = 0.0, optimizer: float = 1.0) -> list[Variant]:
+        return treatments(
             self.models,
             self.optimizers,
             self.rounds.replay,
@@ -347,18 +348,33 @@ class _Experiment:
             precision=self.seen.precision,
             accumulation=self.feed.accumulation,
             world_size=self.peers.world_size,
-            gc_share=self.peers.agree(gc_share),
+            gc_share=gc_share,
             optimizer_share=optimizer,
-            noise=self.meter.noise(),
+            noise=noise,
         )
+
+    def _try_variants(self, cached: float) -> None:
+        assert self.trials
+        self.rounds.settle()
+        trials, full = self.trials, self.bench.timings.typical("full")
+        look = self.inside if self.inside and self.inside.step > 0 else None
+        gc_share, optimizer = look.gc / look.step if look else 0.0, 1.0
+        if look and look.optimizer is not None and self.bench.device.type == "cpu":
+            optimizer = MAX_OPTIMIZER_COST * look.optimizer / look.step * cached / full
+        optimizer = self.peers.agree(optimizer)
+        known = (saved_by_caching(self.sums.arm("cached").pairs).low, stalled_at_least(self.sums.stalls()))
+        trials.lead = self.peers.agree(max((low for low in known if low > BLAMED), default=0.0), min)
+        trials.few, trials.most = self._few_pairs(), {"no_optimizer": optimizer}
+        some = self._possible_variants(self.meter.noise(), self.peers.agree(gc_share), optimizer)
         some, note = reaching(some, self.seen.replays)
         self.notes += [note] if note else []
         everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
-        trials.begun = lambda name: self._say(what_changes(name))
-        there = [treatment for treatment in some if treatment.name in everywhere]
-        trials.run(there, BUDGET_SHARES["trials"] * self.budget, self._latest, share=BUDGET_SHARES["trials"])
+        there = [treatment for treatment in some if treatment.name in everywhere and treatment.name not in trials.tried]
+        trials.run(there, BUDGET_SHARES["trials"] * self.budget, share=BUDGET_SHARES["trials"])
         self.notes += trials.notes
+        self.enough = max(trials.enough, self.bench.elapsed) + LOOK_LEAST * cached * len(self.left_out)
+        self.left_out += trials.left_out
 
     def _wait_for_stalls(self, cached: float, calls: int) -> None:
         """More cached steps: until so many calls were seen, and it is clear what stalls cost and which ranks have them.
@@ -443,50 +459,3 @@ def speeds_for(peers: Peers, device: torch.device, budget: float) -> MachineSpee
     known = peers.gather(speeds)[0]
     assert known is not None
     return known
-
-
-LARGE_BYTES = 25 * 2**20
-"""Bytes of the large reduction: a bucket of DDP's."""
-REDUCTION_REPEATS = 9
-"""Reductions of each size, the first of which warms up."""
-
-
-def measure_gradients(models: Sequence[nn.Module], peers: Peers) -> Gradients | None:
-    """What all ranks reduce in a step. Collective. None if no model is parallel and none has gradients."""
-    parallel = [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
-    weights = {id(weight): weight for model in parallel or models for weight in model.parameters() if weight.requires_grad}
-    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    if not size:
-        return None
-    group = parallel[0].process_group if parallel else None
-    device = next(iter(weights.values())).device
-    large = min(LARGE_BYTES, max(size, 2**20))
-    small = _seconds(1, device, group, peers)
-    per_byte = max(0.0, _seconds(large // 4, device, group, peers) - small) / large
-    buckets = sum(_buckets(model) for model in parallel) if parallel else len(weights)
-    return Gradients(size=size, buckets=buckets, latency=small, per_byte=per_byte)
-
-
-def _seconds(numbers: int, device: torch.device, group: Any, peers: Peers) -> float:
-    values, times = torch.zeros(numbers, device=device), []
-    for _ in range(REDUCTION_REPEATS):
-        peers.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(values, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return peers.agree(statistics.median(times[1:]))
-
-
-def _buckets(model: DistributedDataParallel) -> int:
-    """Pieces in which DDP reduces, as it logs them; else by their size."""
-    try:
-        data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
-        if buckets := [part for part in sizes.split(",") if part.strip()]:
-            return len(buckets)
-    except (AttributeError, RuntimeError):
-        pass
-    size = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
-    return max(1, -(-size // int(model.bucket_bytes_cap)))

@@ -21,7 +21,7 @@ from workbench.core.progress import INTERRUPTED
 from workbench.core.system_load import LoadMeter, cpu_of_process, usable_cores
 from workbench.diagnosis.analysis.gap import gap_of
 from workbench.diagnosis.analysis.gap_evidence import MIN_FOREIGN, GapBlock, GapEvidence, Tail
-from workbench.diagnosis.measure.experiment import measure_gradients
+from workbench.diagnosis.measure.evidence import measure_gradients
 from workbench.harness import ablations
 from workbench.harness.batches import MAX_CACHED, CachedBatches, bytes_of, doubled
 from workbench.harness.blocks import BlockTimer, DiagnoseError, StepTimes, steps_for

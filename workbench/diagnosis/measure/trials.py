@@ -17,10 +17,10 @@ from workbench.core.system_load import Noise, usable_cores
 from workbench.core.units import several
 from workbench.diagnosis.analysis.evidence import what_changes
 from workbench.harness import ablations
-from workbench.harness.ablations import Variant
+from workbench.harness.ablations import Variant, thread_counts
 from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
 from workbench.harness.blocks import BlockTimer, StepFailed, known_pairs, steps_for
-from workbench.harness.observe import Replays
+from workbench.harness.observe import Replays, has_convolutions
 from workbench.harness.results import VariantTimes
 from workbench.harness.tf32 import has_tf32, tf32, uses_tf32
 
@@ -53,7 +53,7 @@ err."""
 MAX_POOLED = 8
 """Degrees of freedom that the spread of the other variants counts for, beside a variant's own."""
 SETTLING_STEPS = 2
-"""Steps after which idle threads sleep."""
+"""Steps after which idle threads sleep; they do within a step of a second."""
 MAX_CORE_WAIT = 0.02
 """Share of the blocks of a pair in which the thread waited for a core, above which one pair decides nothing: it may be the wait. Chosen
 below what equal blocks differ by. With half, busy machines take a pair more; with twice, a burst of other work may pass for a gain."""
@@ -106,10 +106,9 @@ def treatments(
         treatments.append(Variant(name="device_batch", batch=partial(map_tensors, lambda tensor: tensor.to(device))))
     if bytes_of(first) < MAX_DOUBLED_BYTES and each(doubled)(first) is not None:
         treatments.append(Variant(name="doubled", batch=each(doubled), samples=2.0))
-    if device.type == "cpu":  # are there too many? Where others leave fewer cores than that, little else is as likely
+    if device.type == "cpu":  # are there too many?
         fewer = [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]
-        first_of_all = world_size == 1 and noise.left_cores < torch.get_num_threads()  # ranks try all in one order
-        treatments = [*fewer, *treatments] if first_of_all else [*treatments, *fewer]
+        treatments = [*fewer, *treatments] if has_too_many_threads(noise, world_size) else [*treatments, *fewer]
     if gc_share > MIN_GC_SHARE:
         treatments.append(Variant(name="no_gc", on=without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
@@ -159,19 +158,14 @@ def reaching(variants: Sequence[Variant], replays: Replays) -> tuple[list[Varian
     )
 
 
+def has_too_many_threads(noise: Noise, world_size: int) -> bool:
+    """Do others leave fewer cores than an operator has threads? Then little else gains as likely. Not of ranks: they keep to one order."""
+    threads = torch.get_num_threads()
+    return world_size == 1 and 1 < threads > noise.left_cores and noise.is_crowded(threads)
+
+
 def _with_threads(count: int) -> Variant:
     return Variant(name=f"threads={count}", on=partial(ablations.threads, count))
-
-
-def has_convolutions(models: Sequence[nn.Module]) -> bool:
-    """Is there a 2d convolution in them?"""
-    return any(isinstance(part, nn.Conv2d) for model in models for part in model.modules())
-
-
-def thread_counts() -> list[int]:
-    """Numbers of threads to try: 1, 2, and the cores; not the present one."""
-    cores = max(1, int(usable_cores()))
-    return sorted({count for count in (1, 2, cores) if count <= cores} - {torch.get_num_threads()})
 
 
 def _each(accumulation: int) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -204,6 +198,7 @@ class Trials:
         few: int = 2,
         most: Mapping[str, float] | None = None,
         alone: ablations.Switch = contextlib.nullcontext,
+        late: float = math.inf,
     ) -> None:
         """Prepare; nothing is run yet.
 
@@ -216,10 +211,15 @@ class Trials:
             few: pairs that each variant takes at least, unless it is hopeless.
             most: fractions of a full step that variants, by name, save at most, as a trace shows: one pair of a hopeless one is enough.
             alone: inside, no rank waits for another.
+            late: seconds on the bench's clock: no block is begun that would probably not be over by then.
         """
-        self.alone, self.few, self.most = alone, few, most or {}
+        self.alone, self.few, self.most, self.late = alone, few, most or {}, late
         self.bench, self.replay, self.rewind, self.full, self.lead = bench, replay, rewind, full, lead
         self.notes: list[str] = []
+        self.left_out: list[str] = []
+        """Changes for which no time was left, in words."""
+        self.enough = 0.0
+        """Seconds of a budget that would probably do for all; 0 where none was left out."""
         self.begun: Callable[[str], object] = lambda name: None
         """Called with the name of a variant before each of its blocks."""
         self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
@@ -237,29 +237,28 @@ class Trials:
         long = LONG_STEP if bench.device.type == "cpu" else 0.15  # a device's queue is empty at first
         self.warm = 2 if step < long else 1 if step < 1 else 0
 
-    def run(self, treatments: Sequence[Variant], until: float, late: float = math.inf, *, share: float = 1.0) -> None:
+    def run(self, treatments: Sequence[Variant], until: float, *, share: float = 1.0) -> None:
         """Try them until all are decided or the time is up: an arm that is decided gets no more blocks.
 
         Args:
             treatments: the most informative first; where time is short, the last are left out.
-            until: seconds on the bench's clock.
-            late: until then a first pair of the first has to be over; else none is tried.
+            until: seconds on the bench's clock. The first may take longer, but no longer than `late`.
             share: fraction of the budget that is over at `until`.
         """
-        began, all_of_them = self.bench.elapsed, len(treatments)
-        rest, first = [*treatments], 2 * (self.count + self.warm) + self.count + max(self.warm, 1) + 1
-        begins = self.bench.elapsed + first * self.bench.timings.typical("cached") <= late
-        while rest and ((begins and len(rest) == all_of_them) or self.bench.elapsed + self._cost * 2 <= until):
+        began, rest = self.bench.elapsed, [*treatments]
+        first = bool(rest) and self.fits(rest[0])
+        while rest and (first or self.bench.elapsed + self._cost * 2 <= until):
+            first = False
             left = max(0.0, until - self.bench.elapsed)
             least = FEW_PAIRS if FEW_PAIRS * self._cost <= left / 2 else 2
             fit = max(1, int(left / max(self._cost * least, 1e-9)))
             self._try_all(rest[:fit], until, least)
             del rest[:fit]
-        if rest:
-            untried = ", ".join(what_changes(treatment.name) for treatment in rest)
+        done = {*self._treatments, *self._failed}
+        if rest := [treatment for treatment in treatments if treatment.name not in done and treatment.instead_of not in self._treatments]:
+            self.left_out = [what_changes(treatment.name) for treatment in rest]
             each = FEW_PAIRS * self._cost
-            enough = max(2 * began + all_of_them * each, until + len(rest) * each) / share  # what went before may take longer, too
-            self.notes.append(f"no time was left to try {untried}: budget_s={math.ceil(enough)} would probably do")
+            self.enough = max(2 * began + len(treatments) * each, until + len(rest) * each) / share  # what went before may take longer, too
         self._clear_up(until)
 
     @property
@@ -267,10 +266,22 @@ class Trials:
         """Seconds of a pair of blocks, about."""
         return 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")
 
+    def fits(self, variant: Variant) -> bool:
+        """Is there time for a block of a variant, and for the unchanged step before it? A first block is taken to be as quick as that."""
+        typical, usual = self.bench.timings.typical, self.bench.timings.typical("cached")
+        each = typical(variant.name) if variant.name in self._pairs else variant.samples * usual
+        before = 0 if self._is_unchanged_last else self.count + self.warm
+        return self.bench.elapsed + before * usual + (self.count + self._warm_up(variant)) * each <= self.late
+
+    def _warm_up(self, variant: Variant) -> int:
+        """Steps before a variant's block. Of those longer than a second, other numbers of threads need none, and the rest one."""
+        if variant.name in self._treatments:
+            return self.warm
+        return self.warm + (self.warm > 0 or not variant.name.startswith("threads="))
+
     def _try_all(self, treatments: Sequence[Variant], until: float, least: int) -> None:
         """Try some until all are decided, each in at least so many pairs, or the time is up."""
-        active = [*treatments]
-        before = self._baseline()
+        active, before = [*treatments], self._latest_baseline()
         for turn in range(MAX_PAIRS):
             before = self._turn(active, before, back=turn % 2 == 1)
             active = [treatment for treatment in active if not self._is_decided(treatment.name, least)]
@@ -285,15 +296,15 @@ class Trials:
             names = sorted(names, key=lambda name: -self.saved(name).mid)[:VARIANTS_PER_BASELINE]
             if not names or self.bench.elapsed + self._cost * len(names) > until:
                 break
-            before = self._baseline() if before < 0 else before
+            before = self._latest_baseline() if before < 0 else before
             before = self._turn([self._treatments[name] for name in names], before, back=turn % 2 == 1)
 
     def _turn(self, active: list[Variant], before: int, *, back: bool) -> int:
-        """A block of each variant, some at a time between blocks of the unchanged step; what fails is taken out of the list."""
+        """A block of each variant, some at a time between blocks of the unchanged step. What fails or has no time is taken off the list."""
         self.rewind()
         since: list[Variant] = []  # the last baseline
         for treatment in [*reversed(active)] if back else [*active]:
-            if treatment.instead_of in self._treatments:
+            if treatment.instead_of in self._treatments or not self.fits(treatment):
                 active.remove(treatment)
                 continue
             self.begun(treatment.name)
@@ -303,7 +314,7 @@ class Trials:
             since.append(treatment)
             threads = treatment.name.startswith("threads=")
             if threads or len(since) == (VARIANTS_PER_BASELINE if self.bench.device.type == "cpu" else 1):
-                before = self._pair(since, before, more=SETTLING_STEPS if threads else 0)
+                before = self._pair(since, before, more=SETTLING_STEPS if threads and self.warm else 0)
         return self._pair(since, before) if since else before
 
     def results(self) -> dict[str, VariantTimes]:
@@ -378,12 +389,25 @@ class Trials:
         return all(self.bench.peers.gather(waits and self.bench.knows_delays))
 
     def _pair(self, since: list[Variant], before: int, more: int = 0) -> int:
-        """Time the unchanged step again, after some variants: each is compared with the mean of both blocks around them."""
-        after = self._baseline(more)
+        """Time the unchanged step again, after some variants: each is compared with the mean of both blocks around them; without time for
+        the second, with the first.
+        """
+        end = self.bench.elapsed + (self.count + self.warm + more) * self.bench.timings.typical("cached")
+        after = self._baseline(more) if end <= self.late else before
         for variant in since:
             self._pairs.setdefault(variant.name, []).append(((before, after), len(self.bench.timings.blocks[variant.name]) - 1))
         since.clear()
         return after
+
+    @property
+    def _is_unchanged_last(self) -> bool:
+        """Was the last step an unchanged one, and are steps so long that a pause since then does not matter?"""
+        last = self.bench.timings.blocks["cached"][-1]
+        return not self.warm and last.first + len(last.laps[0].calls) > self.bench.called
+
+    def _latest_baseline(self) -> int:
+        """A block of the unchanged step: the last one, where that was just now."""
+        return len(self.bench.timings.blocks["cached"]) - 1 if self._is_unchanged_last else self._baseline()
 
     def _baseline(self, more: int = 0) -> int:
         self.bench.warm(self.replay.give(self.warm + more))
@@ -395,7 +419,7 @@ class Trials:
         bench, step = self.bench, treatment.wrap(self.bench.step)
         change = None if treatment.batch is ablations.unchanged else treatment.batch
         first = treatment.name not in self._treatments
-        least, warm = (min(2, self.warm + 1), max(self.warm, 1) + 1) if first else (self.warm, self.warm)
+        least, warm = min(2, self.warm + 1) if first else self.warm, self._warm_up(treatment)
         usual = bench.timings.typical("cached")
         if first and bench.peers.world_size > 1:
             # once without a reduction: a rank that fails (out of memory) would leave the others waiting in it
