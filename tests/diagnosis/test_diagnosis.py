@@ -261,7 +261,7 @@ def test_what_happened_on_the_gpu_is_in_the_caption_and_explains_noise() -> None
     assert f"Equal blocks vary by 40 % ({heat})." in shaken.judgement.notes
     wild = Diagnosis.of(dataclasses.replace(evidence, noise=dataclasses.replace(evidence.noise, spread=32.77)))  # type: ignore[type-var]
     assert "Equal blocks vary by 32.8 times their median." in wild.judgement.notes
-    assert shaken.caption.count(heat) == 1
+    assert str(shaken).count(heat) == 1
     assert Diagnosis.from_json(json.loads(json.dumps(shaken.to_json()))).evidence.noise == unsteady
 
 
@@ -571,6 +571,14 @@ def test_a_busy_machine_is_told_after_the_verdict() -> None:
     assert busy.brief()["doubt"].startswith("The machine was busy")
     unsaid = Diagnosis.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=1.4), arms={}))
     assert (unsaid.verdict, unsaid.doubt) == ("inconclusive", "")
+    unclear = Diagnosis.of(World(cpu=0.004, noise=0.25, pairs=5).evidence(noise=Noise(cores=2.0, foreign=1.4, spread=0.5)))
+    assert (unclear.verdict, unclear.cause) == ("inconclusive", "noise")
+    within = dataclasses.replace(busy, remedies=(remedy(low=0.8, speedup=1.22, high=3.2),))
+    for said in (busy, unsaid, unclear, within):
+        assert str(said).lower().count("other processes took 1.4 of 2 cores") == 1, said
+        assert json.dumps(said.brief()).lower().count("other processes took 1.4 of 2 cores") == 1
+        assert str(said).lower().count("machine was busy") + str(said).lower().count("machine is busy") <= 1
+    assert str(unclear).count("Equal blocks vary by 50 %") == 1
 
 
 CROWDED = Noise(cores=2.0, foreign=1.7)
@@ -586,7 +594,7 @@ def test_on_a_busy_machine_no_remedy_is_recommended_whose_gain_is_within_the_noi
         d = Diagnosis.of(dataclasses.replace(evidence, noise=noise))
         for first in (weak, small):
             d.remedies = (first, remedy(name="other", low=0.9))
-            assert d.next.startswith(f"The machine is busy: what {first.name} is predicted to gain, {first.gain}, is within the noise")
+            assert d.next.startswith(f"What {first.name} is predicted to gain, {first.gain}, is within the noise")
             assert first.provable is (f" prove({first.name!r}) tries it now. " in d.next)
             assert d.next.endswith("Diagnose again when the machine is quieter, or with a larger budget_s.")
             assert first.what not in d.next

@@ -76,8 +76,12 @@ def unclear_changes(e: Evidence, c: Costs) -> dict[str, str]:
 
 def busy_words(e: Evidence) -> list[str]:
     """How other processes may have spoiled the measurements, in words; of what was only observed also by the notes of its run."""
-    notes = [f"{note[0].upper()}{note[1:]}." for note in e.notes if note.startswith(BUSY) or OTHERS in note]
-    return noise_warnings(e) or (notes if e.observed else [])
+    return noise_warnings(e) or ([f"{note[0].upper()}{note[1:]}." for note in busy_notes(e)] if e.observed else [])
+
+
+def busy_notes(e: Evidence) -> list[str]:
+    """The notes of a run on what other processes took."""
+    return [note for note in e.notes if note.startswith(BUSY) or OTHERS in note]
 
 
 def void_notes(e: Evidence) -> list[str]:
@@ -225,7 +229,7 @@ class Advice:
         if misfit := self._misfit(best):
             return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {again}"
         tries = f" prove({best.name!r}) tries it now." if best.provable and not self.evidence.observed else ""
-        return f"The machine is busy: what {best.name} is predicted to gain, {best.gain}, is within the noise.{tries}{also} {again}"
+        return f"What {best.name} is predicted to gain, {best.gain}, is within the noise.{tries}{also} {again}"
 
     @property
     def _not_recommended(self) -> str:

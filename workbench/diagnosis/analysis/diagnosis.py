@@ -19,7 +19,7 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
-from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_words, loader_misfit, void_notes
+from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_notes, busy_words, loader_misfit, void_notes
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
@@ -288,12 +288,23 @@ class Diagnosis(JsonDataclass):
         if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
-        notes = [*(note for note in e.notes if note not in void_notes(self.evidence)), *self._advice.note, *self.judgement.notes]
+        void = void_notes(e)
+        notes = [note for note in self._notes if note not in void]
         single = [name for name, arm in e.arms.items() if len(arm.pairs) == 1]
         once = (
             f"one pair of blocks for {', '.join(single)}: their ranges assume that equal blocks differ by {units.percent(ONE_PAIR)} at most"
         )
         return display.notes([text, *[once] * ("cached" in single), *self._threads, *self._agreement, *gpu, *notes])
+
+    @property
+    def _notes(self) -> list[str]:
+        """What is doubtful, but for what `doubt` or `why` says of other processes."""
+        e = self.evidence
+        if self.verdict != "inconclusive":
+            told = {*busy_words(e), *(note for note in busy_notes(e) if e.observed)}
+        else:
+            told = {*noise_warnings(e)[:1]} if self.cause == "noise" else set()
+        return [note for note in (*self._advice.note, *e.notes, *self.judgement.notes) if note not in told]
 
     @property
     def _agreement(self) -> list[str]:
@@ -389,7 +400,7 @@ class Diagnosis(JsonDataclass):
             ],
             "proved": proved,
             "experiments": {name: three(arm.surely_saved) for name, arm in e.arms.items()},
-            "unknown": [short(note) for note in (*self._advice.note, *e.notes, *self.judgement.notes)],
+            "unknown": [short(note) for note in self._notes],
             "next": {"do": short(self.next), "command": None if proved else self._command()},
         }
         return fitted(value, "predicted", "proved", "experiments", "unknown")

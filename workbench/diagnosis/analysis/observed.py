@@ -267,13 +267,9 @@ def fewer_threads(e: Evidence) -> str:
     """
     if "threads=1" in e.arms or e.device != "cpu" or e.threads < 2:
         return ""
-    if e.noise is None and any(note.startswith(BUSY) for note in e.notes):
-        beside = "while the machine was busy"
-    elif e.noise is not None and is_crowded(e):
-        beside = f"while other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores"
-    else:
+    if not (is_crowded(e) if e.noise else any(note.startswith(BUSY) for note in e.notes)):
         return ""
     return (
-        f"Each operator runs in {e.threads} threads, {beside}: small operators may take many times as long, as each waits for its slowest "
-        "thread. Try torch.set_num_threads(1), or OMP_NUM_THREADS=1."
+        f"Each operator runs in {e.threads} threads, which share the cores with other processes: small operators may take many times as "
+        "long, as each waits for its slowest thread. Try torch.set_num_threads(1), or OMP_NUM_THREADS=1."
     )
