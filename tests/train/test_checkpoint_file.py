@@ -1,7 +1,9 @@
 """Checkpoint files: whatever becomes of one, it is loaded as it was written, or passed over with the reason."""
 
+import collections
 import contextlib
 import dataclasses
+import enum
 import errno
 import functools
 import itertools
@@ -19,21 +21,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from tests import toy_tasks
 from tests.forked import Forks
+from tests.train.test_checkpoints import spec_of, train
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.runs.spec import RunSpec
+from workbench.runs.task import TaskError
 from workbench.train import checkpoint_file, loop
 from workbench.train.checkpoint_file import MARK, UnusableCheckpointError
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.ranks import Ranks
+from workbench.train.sharded_tensors import full_tensor
 from workbench.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -391,3 +397,126 @@ def test_a_disk_that_refuses_for_a_while_costs_one_checkpoint(
         assert last[1]["step"] == 18
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+class Kind(enum.IntEnum):
+    FIRST = 1
+
+
+class Text(str):
+    pass
+
+
+Size = collections.namedtuple("Size", "height width")
+
+
+class OwnTensor(Tensor):
+    pass
+
+
+class Keeping(nn.Linear):
+    """Has a state of its own."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state["kept"]
+
+
+def keeping(kept: Any) -> nn.Module:
+    last = Keeping(4, 2)
+    last.kept = kept
+    return nn.Sequential(nn.Linear(4, 4), last)
+
+
+PLAIN = [
+    (np.float64(0.1), 0.1),
+    (np.float32(0.5), 0.5),
+    (np.int64(3), 3),
+    (np.bool_(True), True),
+    (Kind.FIRST, 1),
+    (Text("a"), "a"),
+    (np.str_("b"), "b"),
+    ([np.float64(1.0), (Kind.FIRST, None)], [1.0, (1, None)]),
+    ({Kind.FIRST: np.float64(2.0)}, {1: 2.0}),
+    (collections.OrderedDict(a=np.int64(1)), collections.OrderedDict(a=1)),
+    (collections.Counter("aab"), collections.Counter("aab")),
+    (collections.defaultdict(int, a=1), {"a": 1}),
+    ({1, 2}, {1, 2}),
+    (torch.Size((2, 3)), torch.Size((2, 3))),
+    (torch.float16, torch.float16),
+    (10**30, 10**30),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), PLAIN)
+@pytest.mark.parametrize("tensors", [True, False])
+def test_what_a_checkpoint_holds_of_a_value_is_loaded(tmp_path: Path, value: Any, expected: Any, tensors: bool) -> None:
+    checkpoint_file.save({"value": checkpoint_file.Copies(tensors=tensors)(value)}, tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)["value"]
+    assert loaded == expected
+    assert type(loaded) is type(expected)
+    assert [type(each) for each in tree_leaves(loaded)] == [type(each) for each in tree_leaves(expected)]
+
+
+def test_copies_of_tensors_are_as_many_as_there_were(tmp_path: Path) -> None:
+    dense, sparse = torch.arange(4.0), torch.eye(3).to_sparse()
+    copied = checkpoint_file.Copies()({"a": dense, "b": dense.view(4), "c": sparse, "d": torch.eye(3).to_sparse()})
+    assert copied["a"] is copied["b"]
+    assert copied["a"] is not dense
+    assert copied["c"] is not copied["d"]
+    checkpoint_file.save(copied, tmp_path / "a.pt")
+    assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["c"].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [0, np.zeros(2)]}, r"module\.a\.1 could not be loaded again: it is a numpy\.ndarray"),
+        (Path("/"), r"module could not be loaded again: it is a pathlib\.PosixPath"),
+        ({"size": Size(1, 2)}, r"module\.size could .* it is a tests\.train\.test_checkpoint_file\.Size"),
+        ({("m", "w", "step"): lambda: 0}, r"module\.m\.w\.step could .* it is a builtins\.function"),
+        ({"w": OwnTensor([1.0])}, r"module\.w could .* it is a tests\.train\.test_checkpoint_file\.OwnTensor"),
+        ({Path("/"): 0}, r"it is a pathlib\.PosixPath"),
+    ],
+)
+@pytest.mark.parametrize("tensors", [True, False])
+def test_what_cannot_be_loaded_again_is_refused_by_name(value: Any, said: str, tensors: bool) -> None:
+    with pytest.raises(TaskError, match=said):
+        checkpoint_file.Copies(tensors=tensors)(value, "module")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero1"])
+def test_a_training_whose_checkpoints_could_not_be_loaded_ends_before_its_first_step(alone: Ranks, tmp_path: Path, parallel: str) -> None:
+    """And one whose first state of that kind comes later, at the first checkpoint that would have it."""
+    spec, task = spec_of(parallel=parallel), toy_tasks.numbers(model=lambda: keeping(None))
+    steps = run_directory.LineTail(tmp_path / run_directory.METRICS)
+
+    def later(model: nn.Module, batch: Any) -> Tensor:
+        next(part for part in model.modules() if isinstance(part, Keeping)).kept = np.zeros(1)
+        return toy_tasks.squared_error(model, batch)
+
+    with pytest.raises(TaskError, match=r"module\.1\._extra_state\.kept .*numpy\.ndarray.* in get_extra_state\(\).* checkpoint_every=None"):
+        train(spec, dataclasses.replace(task, loss=later), alone, tmp_path)
+    assert len(steps.read()) == 6
+    assert not list(tmp_path.glob("checkpoints/*.pt"))
+    (tmp_path / "first").mkdir()
+    with pytest.raises(TaskError, match=r"module\.1\._extra_state\.kept could not be loaded again"):
+        train(spec, dataclasses.replace(task, model=lambda: keeping(np.zeros(1))), alone, tmp_path / "first")
+    assert not (tmp_path / "first" / run_directory.METRICS).exists()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero1"])
+@pytest.mark.parametrize("lr", [np.float64(0.01), np.float32(0.01)])
+def test_a_learning_rate_of_numpy_goes_on_bit_for_bit(alone: Ranks, tmp_path: Path, parallel: str, lr: Any) -> None:
+    task = toy_tasks.numbers(optimizer=lambda weights: torch.optim.AdamW(weights, lr=lr, betas=(np.float64(0.9), np.float64(0.99))))
+    spec = spec_of(parallel=parallel, schedule="cosine")
+    uninterrupted = train(spec, task, alone, tmp_path)
+    for file in (tmp_path / run_directory.CHECKPOINTS).glob("step00000018*"):
+        file.unlink()
+    again = train(spec, task, alone, tmp_path)
+    for one, other in zip(again.parameters(), uninterrupted.parameters(), strict=True):
+        assert torch.equal(full_tensor(one), full_tensor(other))

@@ -1,14 +1,19 @@
 """Muon for the matrices of the blocks and AdamW for the rest is the same as torch's two optimizers side by side."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import workbench as wb
+from tests import toy_tasks
+from workbench.runs.spec import RunSpec
 from workbench.train import optimizers
 from workbench.train.models import Gpt
-from workbench.train.muon import hidden_matrices
+from workbench.train.muon import hidden_matrices, hidden_names
 from workbench.train.optimizers import build_optimizer
+from workbench.train.stages import cut, keep_only
 
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9 on")
 
@@ -32,6 +37,26 @@ def test_only_matrices_of_blocks_are_muons() -> None:
     assert {"tokens.weight", "positions.weight", "head.weight", "norm.bias"} < set(others)
     plain = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     assert [group["params"] for group in hidden_matrices(plain)] == [[plain[1].weight], [plain[0].weight, plain[1].bias]]
+
+
+@MUON
+def test_each_stage_of_a_pipeline_has_those_of_the_whole_model() -> None:
+    """Also one with a single block, which by itself would be a model without blocks that repeat."""
+    model = gpt()
+    hidden = hidden_names(model)
+    spec = RunSpec(task="toy", device="cpu", nproc_per_node=2, pipeline_parallel=2, accumulation=2)
+    stages = cut(model, toy_tasks.numbers(pipeline=Gpt.pieces), spec)
+    assert [sum(type(piece) is type(model.layers[0]) for piece in pieces) for pieces in stages.pieces] == [1, 1]
+    found = set[str]()
+    for pieces in stages.pieces:
+        stage = copy.deepcopy(model)
+        kept = {name for name, part in model.named_modules() if any(part is piece for piece in pieces)}
+        keep_only(stage, [stage.get_submodule(name) for name in kept])
+        names = {id(weight): name for name, weight in stage.named_parameters()}
+        groups = build_optimizer(stage, "muon", hidden=hidden).param_groups
+        found |= {names[id(weight)] for group in groups if group["muon"] for weight in group["params"]}
+    assert found == hidden
+    assert len(hidden) == 8
 
 
 @MUON

@@ -3,10 +3,12 @@
 import json
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -205,6 +207,87 @@ def test_a_training_on_one_rank_goes_on_bit_for_bit(alone: Ranks, written: Path,
     for _ in range(2):
         other.step([next(batches)])
     assert digest(list(again.parameters())) == digest(list(other.module.parameters()))
+
+
+class Converting(nn.Sequential):
+    """Converts weights of version 1 when it loads them, as modules with a `_version` do; the weight has to be there."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        factor = 1.0 if local_metadata.get("version", 1) == self._version else 10.0
+        state_dict[f"{prefix}0.weight"] = state_dict[f"{prefix}0.weight"] * factor
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Counting(Converting):
+    """Has a state of its own beside the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.calls: Counter[str] = Counter()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls["training" if self.training else "evaluation"] += 1
+        return super().forward(inputs)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "of training": np.int64(self.calls["training"])}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = Counter(state["calls"])
+        assert state["calls"]["anything"] == 0  # it is a Counter still
+        assert state["of training"] == self.calls["training"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("zero1", "zero1"), ("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_modules_with_versions_load_what_is_of_the_same_version_and_convert_what_is_older(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
+    """And a state of the module's own goes on."""
+    task, spec = toy_tasks.numbers(model=Counting), spec_of(optimizer="adam(lr=0.01)", evaluate=True)
+    uninterrupted = train(spec.replace(parallel=before), task, alone, tmp_path)
+    folder, again = tmp_path / run_directory.CHECKPOINTS, Trainer(spec.replace(parallel=after), task, alone)
+    assert resumed(alone, folder, again) == 18
+    first = full_tensor(again.module[0].weight).clone()
+    batches = again.batches(18)
+    for _ in range(2):
+        again.step([next(batches)])
+    assert torch.equal(whole(again.module), whole(uninterrupted))
+    assert again.module.calls["training"] == 20
+    assert list(again.figures().values()) == whole(again.module).tolist()  # of the full model, which loads the weights
+    monkeypatch.setattr(Converting, "_version", 3)  # the code changes, and says how older weights become newer ones
+    newer = Trainer(spec.replace(parallel=after), task, alone)
+    resumed(alone, folder, newer)
+    assert torch.equal(full_tensor(newer.module[0].weight), first * 10)
+
+
+def test_checkpoints_without_versions_are_of_the_present_ones(alone: Ranks, tmp_path: Path) -> None:
+    """Those of an earlier workbench, and imported ones."""
+    task = toy_tasks.numbers(model=Counting)
+    for parallel in ("ddp", "fsdp"):
+        trainer, again = (Trainer(spec_of(parallel=parallel), task, alone) for _ in range(2))
+        folder = tmp_path / parallel / run_directory.CHECKPOINTS
+        folder.mkdir(parents=True)
+        Checkpoints(tmp_path / parallel, alone, 6).write(6, trainer)
+        if parallel == "ddp":
+            edit(folder / "step00000006.pt", lambda state: state.update(module=dict(state["module"])))
+        else:
+            part = torch.load(folder / "step00000006.rank0.pt", weights_only=True)
+            checksum = checkpoint_file.save({**part, "other": dict(part["other"])}, folder / "step00000006.rank0.pt")
+            edit(folder / "step00000006.pt", lambda state, crc=checksum: state["shards"][0].update(crc32=crc))
+        assert resumed(alone, folder, again) == 6
+        assert torch.equal(whole(again.module), whole(trainer.module))
+
+
+def test_the_versions_of_the_modules_of_all_stages_are_together(alone: Ranks, tmp_path: Path) -> None:
+    for stage in range(2):
+        other = named_state.other_entries(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3))[stage : stage + 1])
+        checkpoint_file.save({"parts": {}, "other": checkpoint_file.Copies()(other)}, tmp_path / f"{stage}.pt")
+    shards = [{"parts": {}, "values": {}}] * 2
+    state = {"shards": shards, "optimizer": {"groups": []}, "layout": {"pipeline_parallel": 2}}
+    entries: Any = named_state.Source(state, lambda stage: tmp_path / f"{stage}.pt").other(0)
+    assert {name: version["version"] for name, version in entries._metadata.items()} == {"": 1, "0": 2, "1": 2}
 
 
 @pytest.mark.slow

@@ -194,6 +194,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str,
     cases |= {f"local: {name}": ("counted", {**CLIPPED, "steps": steps, **knobs}) for name, (steps, knobs) in LOCAL.items()}
     cases |= {f"compressed: {name}": ("compressed", {"steps": 4, **knobs}) for name, knobs in COMPRESSED.items()}
     cases |= {f"weighed: {name}": case for name, case in WEIGHED.items()}
+    muon = {**STAGED, "optimizer": "muon(lr=0.02)"}  # with one of two blocks in each stage
+    cases |= {"muon": ("gpt", {**muon, "micro_batch": 2, "pipeline_parallel": 1}), "muon in stages": ("gpt", muon)}
     cases["denoising"] = ("denoising", STAGED)
     cases["no plan"] = ("unplanned", SPLIT)
     path = tmp_path_factory.mktemp("sharing") / "cases.json"
@@ -239,6 +241,14 @@ def test_norms_are_those_of_whole_parameters(results: dict[str, dict[str, Any]],
     usual, other = results[f"{group}: ddp"], results[f"{group}: {name}"]
     assert other["losses"] == pytest.approx(usual["losses"], abs=1e-5)
     assert other["figures"] == pytest.approx(usual["figures"], rel=1e-6)
+    assert usual["losses"][-1] < usual["losses"][0] - 1e-3
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9 on")
+def test_stages_of_one_block_use_muon_for_the_same_matrices(results: dict[str, dict[str, Any]]) -> None:
+    usual, other = results["muon"], results["muon in stages"]
+    assert other["losses"] == pytest.approx(usual["losses"], abs=1e-5)
+    assert other["figures"] == pytest.approx(usual["figures"], rel=1e-5)  # it computes in bf16
     assert usual["losses"][-1] < usual["losses"][0] - 1e-3
 
 

@@ -7,6 +7,7 @@ Files of earlier workbenches have none. There the CRC-32 of each tensor is compa
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
@@ -14,14 +15,19 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from workbench.core.checks import is_number, is_whole
 from workbench.runs.errors import is_out_of_memory
+from workbench.runs.task import TaskError
+from workbench.train.sharded_tensors import is_dtensor
 
 FORMAT = 2
 """Number of the format of checkpoints; a file with a larger one was written by a newer workbench. In 2, ranks have files of their own."""
@@ -39,6 +45,10 @@ _OF_TORCH = re.compile(r"PytorchStreamWriter|file write|unexpected pos")
 """Marks RuntimeErrors of torch.save that are about the file."""
 
 
+_PLAIN: dict[type, Any] = {bool: bool, int: int, float: float, complex: complex, str: str.__str__, bytes: bytes}
+"""Type → what makes it of a value of a subclass."""
+
+
 class UnusableCheckpointError(ValueError):
     """A file cannot be loaded as a checkpoint, however often it is tried.
 
@@ -50,6 +60,84 @@ class UnusableCheckpointError(ValueError):
     def __init__(self, why: str, kind: str = "damaged") -> None:
         super().__init__(why)
         self.kind = kind
+
+
+def plain(value: Any) -> Any:
+    """A number or text as Python's own type, such as float for NumPy's float64, also in lists and tuples; anything else as it is."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    value = value.item() if isinstance(value, np.generic) else value
+    if type(value) in _PLAIN:
+        return value
+    return next((made(value) for kind, made in _PLAIN.items() if isinstance(value, kind)), value)
+
+
+class Copies:
+    """Copies a state into host memory, as a checkpoint file can hold it. Tensors that are the same stay the same.
+
+    Numbers and texts get Python's own types (`plain`), since a file with NumPy's scalars cannot be loaded with `weights_only`. A
+    state_dict keeps the versions of its modules (`_metadata`).
+    """
+
+    def __init__(self, *, tensors: bool = True) -> None:
+        """`tensors`: copy them, too; else they stay as they are, for a file that is written at once."""
+        self._tensors = tensors
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, value: Any, *names: Any) -> Any:
+        """The copy of a value; `names` lead to it from the whole state.
+
+        Raises:
+            TaskError: it is, or holds, an object with which the file could not be loaded.
+        """
+        value = plain(value)
+        if value is None or type(value) in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value, names)
+        if isinstance(value, Mapping):
+            kind: Any = type(value) if type(value) in (OrderedDict, Counter) else dict
+            copied: Any = kind({self(name, *names): self(each, *names, name) for name, each in value.items()})
+            if versions := getattr(value, "_metadata", None):
+                copied = OrderedDict(copied)
+                copied._metadata = self(versions, *names, "_metadata")
+            return copied
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            items = (self(each, *names, number) for number, each in enumerate(value))
+            return torch.Size(items) if isinstance(value, torch.Size) else list(items) if isinstance(value, list) else tuple(items)
+        return _through_file(value, names)
+
+    def _tensor(self, value: Tensor, names: tuple[Any, ...]) -> Tensor:
+        usual = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        if not usual and not is_dtensor(value):
+            _through_file(value, names)
+        if not self._tensors:
+            return value
+        key = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device) if usual else id(value)
+        if key not in self._made or not value.numel():
+            self._made[key] = value, value.detach().to("cpu", copy=True)
+        return self._made[key][1]
+
+
+def _through_file(value: Any, names: tuple[Any, ...]) -> Any:
+    """A value after it was saved and loaded as a checkpoint is."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        keys = itertools.chain.from_iterable(name if isinstance(name, tuple) else (name,) for name in names)
+        kind, where = type(value), ".".join(str(key) for key in keys if key != "")
+        raise TaskError(
+            f"a checkpoint with {where} could not be loaded again: it is a {kind.__module__}.{kind.__qualname__}, and only tensors, "
+            "numbers and texts, and dicts, lists and tuples of them, are loaded, since other objects can execute code. Make it one of "
+            "these, such as torch.as_tensor(array)"
+            + (", in get_extra_state(), and convert it back in set_extra_state()" if "_extra_state" in where else "")
+            + "; or launch with checkpoint_every=None"
+        ) from error
 
 
 class _Summed:
@@ -165,7 +253,9 @@ def _loaded(file: Any, **options: Any) -> Any:
         return torch.load(file, weights_only=True, **options)
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError):
-            raise UnusableCheckpointError("it holds objects other than tensors, numbers and strings", "foreign") from error
+            name = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = f" ({name[1]})" if name else ""
+            raise UnusableCheckpointError(f"it holds objects other than tensors, numbers and strings{what}", "foreign") from error
         if _is_damage(error):
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             raise UnusableCheckpointError(f"torch cannot read it: {why}") from error

@@ -164,9 +164,11 @@ class Checkpoints:
 
         Raises:
             DamagedRunError: none fits the model. Nothing was changed.
-            TaskError: one that was imported does not fit, or one is of another optimizer. Nothing was changed.
+            TaskError: one that was imported does not fit, one is of another optimizer, or no checkpoint of this trainer could be loaded
+                again. Nothing was changed.
         """
-        source = None
+        source, groups = None, {"param_groups": named_state.optimizer_groups(trainer)}
+        checkpoint_file.Copies(tensors=False)({"module": named_state.other_entries(trainer.module), "optimizer": groups})
         self._code = provenance.code_parts(trainer.task, trainer.spec.schedule) if not self._ranks.rank else {}
         while checkpoint:
             try:
@@ -284,7 +286,7 @@ class Checkpoints:
         best = self._best
         if score is not None and not math.isnan(score) and (best is None or score < best[0]):
             best = float(score), step
-        job = self._job(step, trainer, row, named_state.Copies() if not wait else lambda value: value, best)
+        job = self._job(step, trainer, row, checkpoint_file.Copies(tensors=not wait), best)
         if wait:
             job()
             return
@@ -345,7 +347,7 @@ class Checkpoints:
         self.finish()
 
     def _job(
-        self, step: int, trainer: "Trainer", row: str, copy: Callable[[Any], Any], best: tuple[float, int] | None
+        self, step: int, trainer: "Trainer", row: str, copy: checkpoint_file.Copies, best: tuple[float, int] | None
     ) -> Callable[[], None]:
         """What remains to be done when the training goes on; it uses copies only."""
         path, shared = self._path(step), _is_shared(trainer)
@@ -353,9 +355,9 @@ class Checkpoints:
         part, state, weights = dict[str, Any](), dict[str, Any](), list[Any]()
         if shared:
             parts, values = named_state.parts_to_write(trainer)
-            tensors = named_state.Copies()  # always: a view would bring all that it is a view of
+            tensors = checkpoint_file.Copies()  # always: a view would bring all that it is a view of
             part = {"parts": {key: tensors(each.tensor) for key, each in parts.items()}}
-            part |= {"other": copy(named_state.other_entries(trainer.module)), "same": named_state.other_names(trainer.module)}
+            part |= {"other": copy(named_state.other_entries(trainer.module), "module"), "same": named_state.other_names(trainer.module)}
             if compression := compression_state(trainer.model):
                 part["compression"] = tensors(compression)
             where = {key: (each.shape, each.offset, tuple(each.tensor.shape)) for key, each in parts.items()}
@@ -363,7 +365,7 @@ class Checkpoints:
             weights = [tensor for (section, _, _), tensor in part["parts"].items() if section == "module"]
         groups = named_state.optimizer_groups(trainer)
         if trainer.pipeline and not trainer.layout.readers.rank:
-            mine["groups"] = copy(groups)
+            mine["groups"] = copy(groups, "optimizer")
         if not self._ranks.rank:
             state = {
                 "step": step,
@@ -377,9 +379,9 @@ class Checkpoints:
             state["first samples"] = self.first_samples
             if shared:
                 small = {name: value for name, value in trainer.state().items() if name in ("scheduler", "scaler")}
-                state |= copy({**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
+                state = copy(state | {**small, "module": {}, "optimizer": {"groups": groups}, "ema": {}})
             else:
-                state |= copy({**trainer.state(), "names": [group["names"] for group in groups]})
+                state = copy(state | {**trainer.state(), "names": [group["names"] for group in groups]})
                 weights = [state["module"].get(name) for name, _ in trainer.module.named_parameters()]
         return functools.partial(self._finish_job, step, path, mine, part, state, weights, trainer.spec.keep_checkpoints)
 

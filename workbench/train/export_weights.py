@@ -22,7 +22,7 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.runs.export import DCP_INDEX, EXPORTED
 from workbench.runs.run import Run
 from workbench.train.checkpoints import Checkpoints, part_path
-from workbench.train.named_state import Source, whole_tensors
+from workbench.train.named_state import Source, versioned, whole_tensors
 from workbench.train.ranks import Ranks
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -107,6 +107,8 @@ def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, file_bytes: 
 def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load weights in the format of the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model by name; return the model.
 
+    The files do not say of which versions the modules were (`_version`): they are taken to be those of the model.
+
     So a task's `model()` may return it. Where nothing takes it, as in a REPL, Python prints the whole model: `_ = wb.import_weights(…)`.
 
     Args:
@@ -133,7 +135,7 @@ def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
             f"{len(names)} {what}, such as {names[0]}" for names, what in ((missing, "are missing"), (strange, "are unknown here")) if names
         ]
         raise ValueError(f"{path}: these are weights of another model: {'; '.join([*words, *shapes[:3]])}. Nothing was changed")
-    model.load_state_dict(tensors, strict=False)
+    model.load_state_dict(versioned(tensors, model), strict=False)
     return model
 
 

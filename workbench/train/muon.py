@@ -1,6 +1,6 @@
 """Muon: orthogonalised momentum for the matrices of a model's blocks, by torch's own Muon; AdamW, as torch recommends, for all others."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,13 +13,24 @@ _MUONS = ("momentum", "nesterov", "ns_steps")
 _OWN = {"ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": "match_rms_adamw"}
 
 
-def hidden_matrices(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters of a model in two groups: the matrices in its repeated blocks (without any, in all but embeddings), and the rest."""
+def hidden_names(model: nn.Module) -> frozenset[str]:
+    """The names of the matrices in a whole model's repeated blocks, or, if it has none, of all matrices but embeddings: those for Muon."""
     parts = find_blocks(model).values() or [model]
     embedded = {id(weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) for weight in part.parameters()}
     hidden = {id(weight) for part in parts for weight in part.parameters() if weight.dim() == 2} - embedded
+    return frozenset(name for name, weight in model.named_parameters() if id(weight) in hidden)
+
+
+def hidden_matrices(model: nn.Module, hidden: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The parameters of a model in two groups: those for Muon, and the rest.
+
+    Args:
+        model: the whole model, or a part of it that keeps the names, such as a stage of a pipeline.
+        hidden: the `hidden_names` of the whole model; None = of `model`.
+    """
+    hidden = hidden_names(model) if hidden is None else hidden
     groups = [
-        {"params": [weight for weight in model.parameters() if (id(weight) in hidden) is matrices], "muon": matrices}
+        {"params": [weight for name, weight in model.named_parameters() if (name in hidden) is matrices], "muon": matrices}
         for matrices in (True, False)
     ]
     return [group for group in groups if group["params"]]

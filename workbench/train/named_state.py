@@ -5,10 +5,9 @@ rank's parts are in a checkpoint file of the workbench, which is verified and lo
 `dcp` writes and reads such directories.
 """
 
-import copy
 import inspect
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +83,23 @@ def optimizer_groups(trainer: Training) -> list[dict[str, Any]]:
 
 
 def other_entries(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module's state_dict has beside its parameters, such as buffers: each rank's own."""
-    weights = {id(weight) for weight in module.parameters()}
-    return {name: value for name, value in module.state_dict(keep_vars=True).items() if id(value) not in weights}
+    """What a module's state_dict has beside its parameters, such as buffers: each rank's own. It keeps the versions of the modules."""
+    weights, entries = {id(weight) for weight in module.parameters()}, module.state_dict(keep_vars=True)
+    for name in [name for name, value in entries.items() if id(value) in weights]:
+        del entries[name]
+    return entries
+
+
+def versioned(entries: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
+    """Entries for `module.load_state_dict`. If they do not have the versions of the modules (`_version`), they get those of this module.
+
+    A state_dict has them as `_metadata`. torch takes entries without versions for old ones, which some modules convert or refuse.
+    """
+    if hasattr(entries, "_metadata"):
+        return entries
+    named: Any = OrderedDict(entries)
+    named._metadata = getattr(module.state_dict(), "_metadata", None)
+    return named  # type: ignore[no-any-return]
 
 
 def other_names(module: torch.nn.Module) -> dict[str, str]:
@@ -165,25 +178,6 @@ def _writes(trainer: Training, weight: Tensor | None, *, holder: bool = False) -
     return first and of_data and ("tensor" in axes or not tensor_rank)
 
 
-class Copies:
-    """Copies values into host memory; tensors that are the same stay the same."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Tensor] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
-            if key not in self._made or not value.numel():
-                self._made[key] = value.detach().to("cpu", copy=True)
-            return self._made[key]
-        if isinstance(value, Mapping):
-            return {name: self(each) for name, each in value.items()}
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return type(value)(map(self, value))
-        return copy.deepcopy(value)
-
-
 class Source:
     """Tensors by name in a checkpoint, whichever ranks wrote it."""
 
@@ -245,7 +239,7 @@ class Source:
             elif key[0] == "optimizer":
                 self.values[key] = value
         self.groups = groups_of(state)
-        self._other = dict(state["module"])
+        self._other = state["module"]
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the whole tensors of a section by name."""
@@ -267,7 +261,7 @@ class Source:
             return self._other
         if self._in_stages:
             numbers = [*reversed(range(len(self._shards))), *([rank] if rank < len(self._shards) else [])]
-            return {name: value for number in numbers for name, value in self._open(number)["other"].items()}
+            return _merged([self._open(number)["other"] for number in numbers])
         entries: dict[str, Any] = self._open(rank if rank < len(self._shards) else 0)["other"]
         return entries
 
@@ -312,6 +306,15 @@ class Source:
         if number not in self._opened:
             self._opened[number] = checkpoint_file.load_part(self._path_of(number))
         return self._opened[number]
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries of state_dicts as one, with the versions of the modules if all have them; of a name that several have, the last counts."""
+    merged: Any = OrderedDict(item for part in parts for item in part.items())
+    versions: list[Any] = [getattr(part, "_metadata", None) for part in parts]
+    if None not in versions:
+        merged._metadata = {name: version for each in versions for name, version in each.items()}
+    return merged  # type: ignore[no-any-return]
 
 
 def has_own_parameters(state: Mapping[str, Any]) -> bool:
@@ -457,9 +460,12 @@ def load(trainer: Training, source: Source) -> None:
     for section, tensors in (("module", weights), ("ema", trainer.averages)):
         for name, value in tensors.items():
             local_part(value).copy_(source.read((section, name, ""), dtensor_spec(weights[name])))
-    parameters = trainer.module.state_dict().keys() - other_entries(trainer.module).keys()  # of two modules that share one: two names
-    other = {name: value for name, value in source.other(trainer.ranks.rank).items() if name not in parameters}
-    trainer.module.load_state_dict(other, strict=False)
+    state: Any = trainer.module.state_dict()
+    other = source.other(trainer.ranks.rank)
+    parameters = state.keys() - other_entries(trainer.module).keys()  # of two modules that share one: two names
+    state.update({name: value for name, value in other.items() if name not in parameters})
+    state._metadata = getattr(other, "_metadata", getattr(state, "_metadata", None))
+    trainer.module.load_state_dict(state, strict=False)  # with the parameters: modules may convert those of an older version
     _load_optimizer(trainer, source)
 
 

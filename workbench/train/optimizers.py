@@ -5,7 +5,7 @@ What the workbench knows of each optimizer (states, learning-rate rule) is a row
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from workbench.core.optimizer_table import OPTIMIZERS as NAMED
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError, resolve_schedule
 from workbench.runs.training_knobs import is_own_schedule, lr_factor, parse_optimizer
+from workbench.train.checkpoint_file import plain
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.muon import MuonWithAdamW, hidden_matrices
 from workbench.train.offload import HostOptimizer
@@ -73,6 +74,7 @@ def build_optimizer(
     override: str | None = None,
     lr: float | None = None,
     decayed: str = "all",
+    hidden: Collection[str] | None = None,
 ) -> Optimizer:
     """The optimizer of a run.
 
@@ -80,12 +82,15 @@ def build_optimizer(
         override: the spec's, which goes before the task's own; "fused" or "foreach": the task's own in that implementation.
         lr: peak learning rate, which goes before any other; None = the optimizer's own.
         decayed: parameters that weight decay shrinks, "all" or "matrices".
+        hidden: names of the matrices for Muon, where `model` is a part of the model (`muon.hidden_names`); None = `model` is whole.
 
     Raises:
         SpecError: a name or option that does not exist, a value that the optimizer refuses, or there is no weight decay to be split.
         TaskError: the task's function did not return an optimizer.
     """
-    optimizer = _built(model, own, override, lr)
+    optimizer = _built(model, own, override, lr, hidden)
+    for options in (optimizer.defaults, *optimizer.param_groups):  # a resumed run, too, computes with Python's numbers
+        options.update({name: plain(value) for name, value in options.items() if name != "params"})
     if decayed == "matrices":
         if not any(group.get("weight_decay") for group in optimizer.param_groups):
             raise SpecError(
@@ -103,7 +108,13 @@ def _by_decay(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in parts if part["params"]]
 
 
-def _built(model: nn.Module, own: Callable[[Iterable[nn.Parameter]], Optimizer] | str, override: str | None, lr: float | None) -> Optimizer:
+def _built(
+    model: nn.Module,
+    own: Callable[[Iterable[nn.Parameter]], Optimizer] | str,
+    override: str | None,
+    lr: float | None,
+    hidden: Collection[str] | None,
+) -> Optimizer:
     """The optimizer, with one group of parameters unless the task's own has more."""
     implementation = override if override in IMPLEMENTATIONS else None
     chosen = own if implementation else override or own
@@ -112,7 +123,7 @@ def _built(model: nn.Module, own: Callable[[Iterable[nn.Parameter]], Optimizer] 
         if implementation:
             options = {option: value for option, value in options.items() if option not in IMPLEMENTATIONS} | {implementation: True}
         try:
-            weights = hidden_matrices(model) if name == "muon" else model.parameters()
+            weights = hidden_matrices(model, hidden) if name == "muon" else model.parameters()
             return OPTIMIZERS[name](weights, **options | ({} if lr is None else {"lr": lr}))
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"optimizer={override or chosen!r}: {name} refuses it: {error}") from error

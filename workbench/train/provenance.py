@@ -293,7 +293,7 @@ def mismatch(trainer: Trainer, state: Mapping[str, Any], source: named_state.Sou
     if source:
         return named_state.difference(trainer, source)
     try:
-        trainer.module.load_state_dict(state["module"])
+        trainer.module.load_state_dict(named_state.versioned(state["module"], trainer.module))
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise

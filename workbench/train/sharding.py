@@ -214,16 +214,16 @@ def reshard(module: nn.Module) -> None:
                 part.reshard()
 
 
-def gathered(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The full tensors of a sharded module by name, in host memory. A collective: all ranks must call it.
+def gathered(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """The state_dict of a sharded module with full tensors, in host memory. A collective: all ranks must call it.
 
     Args:
         module: sharded by FSDP2 or by tensor parallelism, or neither.
         keep: does this rank get them? The others get an empty dict.
     """
-    full_tensors = {}
+    entries = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        full = full_tensor(value)
+        full = full_tensor(value) if isinstance(value, Tensor) else value
         if keep:
-            full_tensors[name] = full.detach().to("cpu", copy=True)
-    return full_tensors
+            entries[name] = full.detach().to("cpu", copy=True) if isinstance(full, Tensor) else full
+    return entries

@@ -26,6 +26,7 @@ from workbench.train.expert_parallel import DividedExperts
 from workbench.train.label_smoothing import LabelSmoothing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.local_sgd import LocalSgd
+from workbench.train.muon import hidden_names
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer, resume_scheduler
 from workbench.train.precision import Precision, check_tf32
@@ -107,6 +108,7 @@ class Trainer:
         self.module = build_model(task) if module is None else module
         readers = self.layout.readers
         own_seed = spec.seed * readers.world_size + readers.rank
+        hidden = hidden_names(self.module)  # before it is cut or split: no rank then has all blocks
         apply_checkpointing(self.module, spec.checkpointing)
         self.pipeline = self._pipeline(own_seed, passed) if self.layout.pipeline else None
         if not sharded:  # FSDP2 moves block by block: the full model need not fit
@@ -122,7 +124,7 @@ class Trainer:
         else:
             self.model = self.module if alone else sharding.distribute(self.module, spec, self.layout, ranks.device)
         self.optimizer = place_optimizer(
-            build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on),
+            build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on, hidden=hidden),
             share=spec.parallel == "zero1",
             group=self.layout.data,
             on_host=spec.offload == "optimizer" and not sharded,
@@ -232,7 +234,7 @@ class Trainer:
         if source:
             named_state.load(self, source)
         else:
-            self.module.load_state_dict(state["module"])
+            self.module.load_state_dict(named_state.versioned(state["module"], self.module))
             self.optimizer.load_state_dict(state["optimizer"])
             if self._average:
                 self._average.load_state_dict(state["ema"])
@@ -418,7 +420,7 @@ class Trainer:
         if not first:
             return {}
         full_model = build_model(self.task)
-        full_model.load_state_dict(weights)
+        full_model.load_state_dict(named_state.versioned(weights, full_model))
         return evaluate(self.task, full_model.to(self.ranks.device))
 
 
