@@ -38,7 +38,7 @@ def divergences() -> Iterator[Row]:
 
 
 def healthy() -> Iterator[Row]:
-    """Ten pairs that agree but for rounding."""
+    """Twelve pairs that agree but for rounding."""
     for name, make in pairs.HEALTHY.items():
         a, b, options = make()
         verdict = wb.diverge(a, b, **({} if isinstance(a, tuple) else {"batch": pairs.X}) | options).verdict

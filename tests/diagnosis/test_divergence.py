@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.how, self.scale = "math", 8**-0.5
+        self.how, self.scale, self.fill = "math", 8**-0.5, -1e9
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -63,7 +63,10 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
         scores = q @ k.transpose(1, 2) * self.scale
         if self.how == "masked":
-            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -1e9)
+            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), self.fill)
+        if self.how == "fp32":  # as many models compute it, whatever type they are given
+            small: Tensor = scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ v
+            return small.to(torch.float32).float().to(x.dtype)
         weighted: Tensor = scores.softmax(-1) @ v
         return weighted
 
@@ -144,6 +147,45 @@ def test_a_bug_between_two_modules_is_blamed_on_neither(how: str, operator: str)
     assert found.first is not None
     assert (found.verdict, found.by) == ("bug", "modules")
     assert (found.first.phase, found.first.module, found.first.operator) == ("forward", "between up and down", operator)
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_the_values_of_a_mask_hide_no_difference(fill: float) -> None:
+    """The model is frozen, so that no gradient shows the difference either."""
+
+    def masked(change: Callable[[Net], object]) -> Net:
+        made = net(setting("attention.how", "masked")).requires_grad_(False)
+        made.attention.fill = fill
+        change(made)
+        return made
+
+    found = wb.diverge(masked(lambda net: None), masked(BUGS["eps of a norm"][0]), batch=X)
+    assert found.first is not None
+    assert (found.verdict, found.first.phase, found.first.module) == ("bug", "forward", "norm"), found
+    assert found.first.difference > 1e-4
+
+
+def test_a_module_in_evaluation_mode_is_named() -> None:
+    one, other = net(setting("drop.p", 0.5)), net(setting("drop.p", 0.5))
+    other.drop.eval()
+    found = wb.diverge(one, other, batch=X)
+    assert (found.verdict, found.first and found.first.module) == ("bug", "drop"), found
+    assert found.notes == ("drop is in training mode in the first of the two, and in evaluation mode in the second",)
+    one.eval()
+    one.drop.train()
+    other.train()
+    (note,) = wb.diverge(one, other, batch=X).notes
+    assert note == "the model is in evaluation mode in the first of the two, and in training mode in the second"
+
+
+def test_no_operator_is_named_where_one_of_the_two_did_not_record_any() -> None:
+    def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+        made = measure.of_pair(measure.Pair(net(BUGS["another GELU"][0]) if which else net(), X), 0, steps, double, enough)
+        return [entry for entry in made if entry.kind != "operator" or not which]
+
+    first = measure.compare(("one process", "ranks"), run, lambda now, known: None).first
+    assert first is not None
+    assert (first.module, first.operator) == ("act", "")
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -325,6 +367,8 @@ def in_parts(net: Net) -> None:
 HEALTHY: dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]] = {
     "the same": lambda: (net(), net(), {}),
     "fused attention": lambda: (net(), net(setting("attention.how", "torch")), {}),
+    "a softmax in fp32": lambda: (net(setting("attention.how", "fp32")), net(setting("attention.how", "torch")), {}),
+    "a gradient of zero under Adam": lambda: (net(), net(setting("attention.how", "torch")), {"optimizer": adam(), "steps": 3}),
     "transposed product": lambda: (net(), net(transposed), {}),
     "sum in parts": lambda: (net(), net(in_parts), {}),
     "another layout": lambda: ((net(), X), (net(), X.transpose(0, 1).contiguous().transpose(0, 1)), {}),
@@ -384,6 +428,7 @@ def test_where_no_time_is_left_for_fp64_the_size_of_the_first_difference_decides
     assert (found.verdict, found.exact) == ("bug", None)
     assert said in found.notes[-1]
     assert "judged by the size of the first difference alone" in found.notes[-1]
+    assert "remains in fp64" not in str(found)
     assert told == ["a, as it is", "b, as it is", "both in fp64"]
 
 

@@ -1,6 +1,7 @@
 """Divergence: where two trainings that should agree differ first, and whether that is rounding or a bug."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from workbench.runs.spec import RunSpec
 VERDICTS: Mapping[str, str] = {
     "identical": "no difference, not even of a bit",
     "rounding": "the results differ by rounding: operators that add in another order, or in another precision",
-    "bug": "the two compute different things: the difference is as large in fp64",
+    "bug": "the two compute different things: the difference remains in fp64",
     "design": "the two are meant to differ by what the notes say; whether they also differ by a bug is not known",
     "random": "random numbers are drawn in another order: compare without dropout, or in evaluation mode",
     "start": "the two begin with different weights or batches: give them the same seed and data",
@@ -24,10 +25,44 @@ BY_DESIGN: Mapping[str, str] = {
     **dict.fromkeys(("clip_grad_norm", "lr", "schedule", "warmup_steps", "weight_decay_on", "label_smoothing"), "the specs differ in it"),
 }
 """Knob → why two trainings that differ in it do not agree."""
-LOSS = "the loss"  # as a module
+UNKNOWN = "probably the two compute different things: their first difference is larger than rounding makes it"
+"""What "bug" means where the two were not run in fp64."""
+LOSS, WHOLE = "the loss", "the model"  # as modules
 EXACT = 1e-9
 """Relative difference in fp64 that rounding does not reach. Chosen: it makes 1e-16 per operator, and a step amplifies that to 1e-12 at
 most. A factor of two changes nothing."""
+VANISHED = 1e-5
+"""Part of a difference that remains in fp64, up to which it was rounding, however large: fp64 rounds 5e8 times less than fp32. Chosen: Adam
+divides a gradient that is zero but for rounding by its own size, and what is left of it in fp64 reached 1e-6 of what it was in 30 steps."""
+OUTLYING = 1e5
+"""Times the median norm of a phase's results, beyond which a norm says nothing about the others, as that of a mask of -1e9. Chosen."""
+
+
+def scale_of(norms: Collection[float]) -> float:
+    """The largest of the norms of some results, without those of masks and the like: beyond `OUTLYING` times their median.
+
+    >>> scale_of([0.0, 2.0, 3.0, 50.0, 1e9, 3e38])
+    50.0
+    """
+    usual = sorted(norm for norm in norms if 0 < norm < math.inf)
+    return max((norm for norm in usual if norm <= OUTLYING * usual[(len(usual) - 1) // 2]), default=0.0)
+
+
+def in_other_modes(first: Mapping[str, bool], second: Mapping[str, bool]) -> list[str]:
+    """Notes about the modules that are in training mode in one of two trainings only. What lies in such a module is not listed again.
+
+    Args:
+        first: module → whether it is in training mode, in the one.
+        second: in the other.
+
+    >>> in_other_modes({"b": True, "b.0": True, "c": True}, {"b": False, "b.0": False, "c": True})
+    ['b is in training mode in the first of the two, and in evaluation mode in the second']
+    """
+    names = [name for name in first if first[name] != second.get(name, first[name])]
+    outer = [WHOLE] if WHOLE in names else [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    modes = {True: "training", False: "evaluation"}
+    text = "{} is in {} mode in the first of the two, and in {} mode in the second"
+    return [text.format(name, modes[first[name]], modes[second[name]]) for name in outer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +118,8 @@ class Divergence(Briefed, display.Shown):
                 *rows,
             ]
         rows.append(("compared", f"{self.compared} results, by {self.by}"))
-        note = "\n".join([f"{self.verdict}: {VERDICTS[self.verdict]}", *self.notes])
+        meaning = UNKNOWN if self.verdict == "bug" and self.exact is None else VERDICTS[self.verdict]
+        note = "\n".join([f"{self.verdict}: {meaning}", *self.notes])
         return display.Table(columns=("", "measured"), rows=rows, title=f"{self.a} and {self.b}", note=note)
 
     def judged(self, a: RunSpec, b: RunSpec, norms: Collection[str]) -> "Divergence":

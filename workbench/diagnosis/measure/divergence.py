@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 from workbench.core.progress import INTERRUPTED
-from workbench.diagnosis.analysis.divergence import EXACT, LOSS, Divergence, Point
+from workbench.diagnosis.analysis.divergence import EXACT, LOSS, VANISHED, Divergence, Point, in_other_modes, scale_of
 from workbench.diagnosis.measure.operator_recorder import Entry, Recorder
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.discover import discover, is_compiled
@@ -56,7 +57,7 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
         module = trainer.module.double() if double else trainer.module
         compiled = trainer.model is not module or is_compiled(module) or spec.compile != "none"
         recorder = Recorder(module, operators=not compiled)
-        with contextlib.closing(trainer.batches()) as batches, default_dtype(double):
+        with contextlib.closing(trainer.batches()) as batches, in_fp64(double):
             recorder.step = 0
             for name, value in module.state_dict().items():
                 recorder.value("start", name, value)
@@ -87,7 +88,7 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
     dtypes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     seed_all(seed)
     try:
-        with default_dtype(double):
+        with in_fp64(double):
             if double:
                 model.double()
                 batch = doubled(batch)
@@ -165,12 +166,36 @@ def joined(batches: Sequence[Any]) -> list[Tensor]:
     return [torch.cat(column) for column in columns if column[0].ndim and len({tensor.shape[1:] for tensor in column}) == 1]
 
 
+WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}
+"""Type of numbers → the one that stands for it in fp64."""
+
+
+class _Widened(TorchFunctionMode):
+    """Inside, code that asks for a type of `WIDER` gets the wider one: `softmax(x, dtype=torch.float32)`, `x.float()`, `x.to("cpu", half)`.
+
+    Many models compute a softmax or a norm in fp32 whatever they are given, and would round in the rerun in fp64 as well.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        if func is not torch.Tensor.view:  # which reads the same bits as another type
+            args = tuple(WIDER.get(value, value) if isinstance(value, torch.dtype) else value for value in args)
+            kwargs = {name: WIDER.get(value, value) if isinstance(value, torch.dtype) else value for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+_WIDENED = _Widened()  # the same each time: a compiled model is compiled anew under another
+
+
 @contextlib.contextmanager
-def default_dtype(double: bool) -> Iterator[None]:
+def in_fp64(double: bool) -> Iterator[None]:
+    """Inside, where `double` is true, tensors are made in fp64, and casts to a type of fewer bits cast to fp64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if double else before)
     try:
-        yield
+        with _WIDENED if double else contextlib.nullcontext():
+            yield
     finally:
         torch.set_default_dtype(before)
 
@@ -235,28 +260,49 @@ def compare(
         return dataclasses.replace(result, verdict=verdict, exact=None, notes=(*result.notes, note))
     exact, by = _points(exact_first, exact_second)
     largest_exact = max((point.difference for point in exact), default=0.0)
-    wrong = next((point for point in exact if point.difference > EXACT), None)
+    before = _largest_at_each_place(points)
+    wrong = next((point for point in exact if point.difference > max(EXACT, VANISHED * before.get(_place(point), 0.0))), None)
     if wrong is None:
         overflow = ("one of the two overflows in its own precision",) if math.isinf(largest) else ()
         return dataclasses.replace(result, verdict="rounding", exact=largest_exact, notes=result.notes + overflow)
     verdict = "start" if wrong.phase == "start" else "bug"
+    modes = _other_modes(exact_first, exact_second, wrong.step)
+    notes += modes
     if wrong.phase == "optimizer":
         notes += _options_that_differ(exact_first, exact_second, wrong)
         wrong = _placed_in_update(exact_first, exact_second, wrong, EXACT)
     elif by == "modules":  # where both run the same operators, they draw the same random numbers
         mine, its = _operators_of(exact_first, exact_second, wrong)
         drawn = any(entry.random for entry in (*mine, *its))
-        verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" else verdict
-        wrong = dataclasses.replace(wrong, operator=_other_operator(mine, its))
+        verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" and not modes else verdict
+        recorded = all(any(entry.kind == "operator" for entry in entries) for entries in (exact_first, exact_second))
+        wrong = dataclasses.replace(wrong, operator=_other_operator(mine, its) if recorded else "")
     return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact), notes=notes)
+
+
+def _place(point: Point) -> tuple[int, str, str, str]:
+    return point.step, point.phase, point.module, point.operator
+
+
+def _largest_at_each_place(points: Sequence[Point]) -> dict[tuple[int, str, str, str], float]:
+    """The largest finite difference of the results of each operator of a module."""
+    largest: dict[tuple[int, str, str, str], float] = {}
+    for point in points:
+        if math.isfinite(point.difference):
+            largest[_place(point)] = max(point.difference, largest.get(_place(point), 0.0))
+    return largest
+
+
+def _other_modes(first: Sequence[Entry], second: Sequence[Entry], step: int) -> tuple[str, ...]:
+    """Notes about modules that are in training mode in one of two recordings only when a step begins."""
+    modes = [json.loads(entry.operator) for entries in (first, second) for entry in entries if entry.key == (step, "modes")]
+    return tuple(in_other_modes(*modes)) if len(modes) == 2 else ()
 
 
 def _points(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[list[Point], str]:
     """What both have, in the order of the first, and by what the two were aligned."""
     first, second = ([entry for entry in each if entry.kind in ("operator", "module", "value")] for each in (first, second))
-    sizes: dict[str, float] = {}
-    for entry in first:
-        sizes[entry.phase] = max(sizes.get(entry.phase, 0.0), _norm(entry))
+    sizes = {phase: scale_of([_norm(entry) for entry in first if entry.phase == phase]) for phase in PHASES}
 
     def signature(entries: Sequence[Entry]) -> list[Any]:
         return [(entry.kind, entry.key, tuple(s.shape for s in entry.sketches)) for entry in entries if entry.kind != "module"]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.diagnosis.measure.divergence import CHANGE, default_dtype, doubled, joined
-from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, options_of, sketch, uncompiled
+from workbench.diagnosis.measure.divergence import CHANGE, doubled, in_fp64, joined
+from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, modes_of, options_of, sketch, uncompiled
 from workbench.harness.batches import tensors_of
 from workbench.harness.restore import process_settings
 from workbench.runs.spec import RunSpec
@@ -73,6 +73,8 @@ class RanksRecorder:
         """A step begins: its calls of a module are counted over all of its micro-batches, as in one process."""
         self.step = step
         self._calls.clear()
+        if self.keeps:
+            self.entries.append(modes_of(self._model, step))
 
     def value(self, phase: str, name: str, *tensors: Tensor) -> None:
         """Keep a value of the training by its name."""
@@ -107,7 +109,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
         seed_all(spec.seed)
         trainer = Trainer(spec, task, ranks, module=build_model(task).double() if double else None)
         module, recorder = trainer.module, RanksRecorder(trainer)
-        with contextlib.closing(trainer.batches()) as batches, default_dtype(double):
+        with contextlib.closing(trainer.batches()) as batches, in_fp64(double):
             for name, value in module.state_dict(keep_vars=True).items():
                 recorder.value("start", name, full_tensor(value))
             for step in range(1, steps + 1):

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from workbench.diagnosis.analysis.divergence import WHOLE
 from workbench.harness.batches import tensors_of
 
 PROJECTIONS = 4
-ROOT = "the model"
-"""Name of the module itself."""
 UNDEFINED = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_")
 """Operators whose result has no values yet."""
 RANDOM = ("bernoulli", "dropout", "rand", "normal_", "uniform_", "multinomial", "exponential_")
@@ -65,8 +64,8 @@ class Entry:
     """A recorded result."""
 
     kind: str
-    """"operator", "module" or "value". Two more explain where values differ: "update", an operator of an optimizer's step, its `module`
-    the parameter, and "options", those of the parameter's group as JSON in `operator`."""
+    """"operator", "module" or "value". Three more explain where values differ: "update", an operator of an optimizer's step, its `module`
+    the parameter, "options", those of the parameter's group as JSON in `operator`, and "modes", which modules are in training mode."""
     key: tuple[Any, ...]
     """By which two recordings are aligned."""
     step: int
@@ -83,7 +82,7 @@ class Entry:
 
 def uncompiled(name: str) -> str:
     """The name of a module in the model before it was compiled."""
-    return name.replace("_orig_mod.", "").replace("_orig_mod", "") or ROOT
+    return name.replace("_orig_mod.", "").replace("_orig_mod", "") or WHOLE
 
 
 def options_of(optimizer: torch.optim.Optimizer, model: nn.Module, step: int) -> list[Entry]:
@@ -95,6 +94,12 @@ def options_of(optimizer: torch.optim.Optimizer, model: nn.Module, step: int) ->
         for name in (names[id(weight)] for weight in group["params"] if id(weight) in names):
             entries.append(Entry("options", (step, "options", name), step, "optimizer", name, options, ()))
     return entries
+
+
+def modes_of(model: nn.Module, step: int) -> Entry:
+    """Which modules of the model are in training mode when a step begins, as JSON in `operator`."""
+    modes = {uncompiled(name): part.training for name, part in model.named_modules()}
+    return Entry("modes", (step, "modes"), step, "start", "", json.dumps(modes), ())
 
 
 def _plain(value: Any) -> Any:
@@ -129,8 +134,11 @@ class Recorder(TorchDispatchMode):
     def on(self) -> Iterator[None]:
         """Record inside."""
         handles = list[RemovableHandle]()
+        enter, leave = self._enter, self._leave
+        if not self._operators:  # torch.compile would compile the sketches, too
+            enter, leave = map(torch.compiler.disable, (enter, leave))
         for part in self._model.modules() if self._operators else [self._model]:
-            handles.extend((part.register_forward_pre_hook(self._enter), part.register_forward_hook(self._leave, always_call=True)))
+            handles.extend((part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)))
         try:
             with self if self._operators else contextlib.nullcontext():
                 yield
@@ -168,6 +176,7 @@ class Recorder(TorchDispatchMode):
         self._by_sequence.clear()
         self._inputs.clear()
         self._alive.clear()
+        self.entries.append(modes_of(self._model, step))
 
     def value(self, phase: str, name: str, value: Any, operator: str = "") -> None:
         """Record a value of the training by its name, and the operator that made it, if that is known."""

@@ -28,7 +28,7 @@ from workbench.diagnosis.analysis.step_replay import (
     stands_out,
     text,
 )
-from workbench.diagnosis.measure.divergence import default_dtype, doubled
+from workbench.diagnosis.measure.divergence import doubled, in_fp64
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.restore import process_settings
 from workbench.runs.spec import AUTO, RunSpec
@@ -202,7 +202,7 @@ class Replayer:
                 trainer.module.double()
                 trainer.optimizer.load_state_dict(copy.deepcopy(window[0].state["optimizer"]))
                 others = [[doubled(batch) for batch in other] for other in others]
-            with default_dtype(double):
+            with in_fp64(double):
                 for taken in window:
                     chosen = taken.batches if batches is None else list(batches)
                     loss = self._gradients(trainer, [doubled(batch) for batch in chosen] if double else chosen)
