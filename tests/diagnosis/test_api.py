@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -154,6 +155,63 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
     with pytest.raises(ValueError, match="step") as refused:
         wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
     assert str(refused.value).endswith(f"({said.replace('60', '3')})") != ends
+
+
+@pytest.mark.parametrize(
+    ("start_s", "step_s", "budget", "said"),
+    [
+        (20.0, 0.01, 60.0, "a launch of train.py takes about 20"),
+        (0.0, 0.01, 60.0, ""),
+        (0.0, 0.02, 0.2, "a launch of train.py takes about"),
+        (20.0, 0.01, None, ""),
+    ],
+    ids=["long start", "fits", "long steps", "no proof"],
+)
+def test_that_no_proof_of_a_script_fits_is_said_while_it_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    by_hand: Any,
+    capsys: pytest.CaptureFixture[str],
+    start_s: float,
+    step_s: float,
+    budget: float | None,
+    said: str,
+) -> None:
+    """`diagnose train.py --prove` refused the proof after the whole diagnosis."""
+    made = by_hand().steps(60)
+    (tmp_path / "train.py").touch()
+    environment = made.path / run_directory.ENVIRONMENT
+    heard = ""
+
+    class Launched:
+        path = made.path
+        spec = ScriptSpec(script="/a/train.py")
+
+        def __init__(self) -> None:
+            self.began = time.time()
+            environment.touch()
+            os.utime(environment, (self.began + start_s,) * 2)
+
+        @property
+        def progress(self) -> tuple[int, None]:
+            return 1 + int((time.time() - self.began) / step_s), None
+
+        def wait(self, **_: Any) -> wb.Run:
+            nonlocal heard
+            for _ in range(40):
+                time.sleep(0.02)
+                heard += capsys.readouterr().err
+                if "will probably not fit" in heard:
+                    break
+            return wb.Run.load(made.ended("finished").path)
+
+    monkeypatch.delenv("WORKBENCH_PROGRESS")
+    monkeypatch.setattr("workbench.diagnosis.api.LOAD_LAP", 0.01)
+    monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: Launched())
+    wb.diagnose(str(tmp_path / "train.py"), prove_budget_s=budget)
+    assert ("the proof will probably not fit into" in heard) == bool(said)
+    assert said in heard
+    assert ("--budget" in heard) == bool(said)
 
 
 def test_a_script_is_proved_by_a_task_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ Experiments on a step and its loader run in this process, those on a spec in lau
 """
 
 import contextlib
+import functools
 import math
 import os
 import statistics
@@ -28,7 +29,7 @@ from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung, how_to_prove
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.diagnosis.analysis.script_remedies import LaunchedScript
-from workbench.diagnosis.prove_script import prove_script
+from workbench.diagnosis.prove_script import prove_script, why_no_proof_fits
 from workbench.harness.results import VariantTimes
 from workbench.runs import task
 from workbench.runs.failure import RunError
@@ -46,6 +47,8 @@ MIN_SHARE = 0.25
 """Part of the budget that an experiment in this process has at least, however long it took to begin."""
 LOAD_LAP = 0.5
 """Seconds between two looks at what other processes do while a script runs."""
+FORESEEN_STEPS = 3
+"""Steps after its first ones that tell how long a step of a script takes. Chosen; it decides when a user is told that no proof will fit."""
 MIN_CLIMB_SPEEDUP = 1.05
 """Predicted speedup from which on `climb` tries a remedy."""
 MIN_CLIMB_SECONDS = 15.0
@@ -71,6 +74,7 @@ def diagnose(
     nproc_per_node: int = 1,
     threads: int = 1,
     budget_s: float = BUDGET,
+    prove_budget_s: float | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
     """Find out what limits a training step: remove its parts one at a time, and measure how much shorter the step becomes.
@@ -98,6 +102,8 @@ def diagnose(
             takes, a spec is measured for 15 s, or half of a budget below 30 s, and a note says so if that exceeds the budget. However long
             a step takes, at least four are run; nothing else is begun for which a step would not fit, and a note names what was left out.
             At Ctrl-C the result is what is known so far; if nothing is known, the KeyboardInterrupt says so.
+        prove_budget_s: with a script: seconds that its proof will get afterwards. If two pairs of launches do not fit into them, that is
+            said on stderr while the script runs, as soon as its start and first steps show it, with the budget that suffices.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Raises:
@@ -108,9 +114,9 @@ def diagnose(
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
         _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         with say_what_was_interrupted("diagnose"):
-            return _diagnose_script(target, args, nproc_per_node, threads, budget_s, runs_dir)
-    for name, value in {"nproc_per_node": nproc_per_node, "threads": threads}.items():
-        if value != 1:
+            return _diagnose_script(target, args, nproc_per_node, threads, budget_s, prove_budget_s, runs_dir)
+    for name, value, unset in (("nproc_per_node", nproc_per_node, 1), ("threads", threads, 1), ("prove_budget_s", prove_budget_s, None)):
+        if value != unset:
             raise ValueError(f"{name}={value!r}: it is for a script; for a task it belongs in the spec")
     if args:
         raise ValueError(f'args={list(args)!r}: only a script has options of its own, diagnose("train.py", args=["--epochs", "1"])')
@@ -309,6 +315,7 @@ def _diagnose_script(
     nproc_per_node: int,
     threads: int,
     budget_s: float,
+    prove_budget_s: float | None,
     runs_dir: str | os.PathLike[str] | None,
 ) -> Diagnosis:
     """From a watched run of a script, stopped when the budget is spent or at Ctrl-C; a file that only defines a task is refused."""
@@ -324,7 +331,7 @@ def _diagnose_script(
     run, ended = launch(script, args=args, nproc_per_node=nproc_per_node, threads=threads, watch=True, runs_dir=runs_dir), ""
     foreign, waiting = list[float](), list[float]()
     try:
-        with _noting_load(run, foreign, waiting):
+        with _noting_load(run, foreign, waiting, functools.partial(_foresee_proof, run, os.fspath(script), began, prove_budget_s, [])):
             run = run.wait(timeout=budget_s, check=True)
     except TimeoutError:
         run = run.stop()
@@ -336,9 +343,7 @@ def _diagnose_script(
     try:
         noise = Noise(cores=usable_cores(), foreign=statistics.median(foreign or [0.0]), waiting=statistics.fmean(waiting or [0.0]))
         evidence = observe(run, outside=True, noise=noise)
-        first_step = run.path / run_directory.ENVIRONMENT  # rank 0 writes it then
-        started = max(0.0, first_step.stat().st_mtime - began) if first_step.exists() else 0.0
-        subject = LaunchedScript(folder=folder, start_s=started, runs_dir=runs_dir)
+        subject = LaunchedScript(folder=folder, start_s=_seconds_to_start(run, began) or 0.0, runs_dir=runs_dir)
         diagnosis = Diagnosis.of(evidence, spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
     except ValueError as error:
         if ended.startswith(INTERRUPTED):
@@ -351,16 +356,47 @@ def _diagnose_script(
     return diagnosis
 
 
+def _seconds_to_start(run: Run, began: float) -> float | None:
+    """Seconds from a time to the first step of a run; None = it has not taken one."""
+    first_step = run.path / run_directory.ENVIRONMENT  # rank 0 writes it then
+    return max(0.0, first_step.stat().st_mtime - began) if first_step.exists() else None
+
+
+def _foresee_proof(run: Run, script: str, began: float, budget_s: float | None, seen: list[tuple[float, int]]) -> bool:
+    """Say that a script's proof will probably not fit into its budget, once the script has taken some steps.
+
+    Args:
+        run: of the script, not over yet.
+        script: its file.
+        began: when it was launched, as `time.time` gives it.
+        budget_s: seconds for the proof; None = there will be none.
+        seen: when it was seen to have taken steps, and how many; it grows by the first time.
+
+    Returns:
+        Is it known whether it fits?
+    """
+    if budget_s is None:
+        return True
+    now, steps, start_s = time.time(), run.progress[0], _seconds_to_start(run, began)
+    if steps and not seen:
+        seen.append((now, steps))
+    if start_s is None or not seen or steps < seen[0][1] + FORESEEN_STEPS:
+        return False
+    if short := why_no_proof_fits(script, (now - seen[0][0]) / (steps - seen[0][1]), start_s, budget_s):
+        begins(f"the proof will probably not fit into {units.seconds(budget_s)}: {short}")
+    return True
+
+
 @contextlib.contextmanager
-def _noting_load(run: Run, foreign: list[float], waiting: list[float]) -> Iterator[None]:
+def _noting_load(run: Run, foreign: list[float], waiting: list[float], foresee: Callable[[], bool]) -> Iterator[None]:
     """Inside, two lists grow again and again: the cores that other processes take, and the fraction of the time that the main thread of
-    rank 0 waits for a core once it takes steps.
+    rank 0 waits for a core once it takes steps. `foresee` is called as often, until it returns True.
     """
     over = threading.Event()
 
     def look() -> None:
         main: int | None = None
-        at, before = 0.0, None
+        at, before, foreseen = 0.0, None, False
         with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
             while not over.wait(LOAD_LAP):
                 foreign.append(meter.lap().foreign)
@@ -369,6 +405,7 @@ def _noting_load(run: Run, foreign: list[float], waiting: list[float]) -> Iterat
                 if waited is not None and before is not None:
                     waiting.append(min(1.0, max(0.0, waited - before) / (now - at)))
                 at, before = now, waited
+                foreseen = foreseen or foresee()
 
     thread = threading.Thread(target=look, name="load", daemon=True)
     thread.start()

@@ -149,14 +149,30 @@ def steps_that_fit(steps: int, step: float, start_s: float | None, budget_s: flo
     return min(steps, max(LEAST_STEPS, int((budget_s / LAUNCHES - start_s) / step)))
 
 
+def why_no_proof_fits(script: str, step: float, start_s: float | None, budget_s: float) -> str:
+    """Why two pairs of launches of a script do not fit into the budget of a proof, and which budget suffices; "" = they fit.
+
+    Args:
+        script: its file.
+        step: seconds of one of its steps.
+        start_s: seconds from its launch to its first step; None = not known.
+        budget_s: seconds for the proof.
+    """
+    steps = steps_that_fit(steps_of(step), step, start_s, budget_s)
+    each = (start_s or 0.0) + steps * step
+    if (each if start_s is None else LAUNCHES * each) <= budget_s:
+        return ""
+    return (
+        f"a launch of {Path(script).name} takes about {units.seconds(each)}, for its start and {steps} steps of {units.seconds(step)}, and "
+        f"a range needs four: {give(1.1 * LAUNCHES * each)}"
+    )
+
+
 def _seconds_each(spec: ScriptSpec, steps: int, step: float, start_s: float | None, budget_s: float) -> str:
     """What each launch takes, and how many pairs that makes, in words; "" = not known. ValueError: two pairs do not fit into the budget."""
+    if short := why_no_proof_fits(spec.script, step, start_s, budget_s):
+        raise ValueError(f"{short}. Nothing was launched")
     each = (start_s or 0.0) + steps * step
-    if (each if start_s is None else LAUNCHES * each) > budget_s:
-        raise ValueError(
-            f"a launch of {Path(spec.script).name} takes about {units.seconds(each)}, for its start and {steps} steps of "
-            f"{units.seconds(step)}, and a range needs four: {give(1.1 * LAUNCHES * each)}. Nothing was launched"
-        )
     return "" if start_s is None else f", about {units.seconds(each)} for each launch, {int(budget_s / 2 / each)} pairs or so in all"
 
 
