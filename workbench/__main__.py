@@ -165,9 +165,8 @@ def diagnose(given: argparse.Namespace) -> int:
     if not (Path(given.target) / "run.json").is_file():
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
-    of_launch = dict(knobs) if isinstance(target, str) else {}  # of a script; other targets in a text have none
-    if given.prove and target == given.target and target.endswith(".py"):
-        of_launch["prove_budget_s"] = given.budget
+    of_launch = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
+    of_launch |= {"prove_budget_s": given.budget} if given.prove and given.target.endswith(".py") else {}
     diagnosis = workbench.diagnose(target, args=given.args, **of_launch, budget_s=given.budget)
     unclear = diagnosis.verdict == "inconclusive"
     provable = not unclear and any(remedy.provable for remedy in diagnosis.remedies)
