@@ -155,6 +155,7 @@ def diagnose(given: argparse.Namespace) -> int:
     if target.endswith(".py"):
         refuse_knobs("diagnose", target, knobs, allowed=("threads", "nproc_per_node"))
         check_script(target)
+        knobs |= {"prove_budget_s": given.budget} if given.prove else {}
     elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
             raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
@@ -166,7 +167,6 @@ def diagnose(given: argparse.Namespace) -> int:
         does = "watching a run of" if isinstance(target, str) else "experiments with"
         begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
     of_launch = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
-    of_launch |= {"prove_budget_s": given.budget} if given.prove and given.target.endswith(".py") else {}
     diagnosis = workbench.diagnose(target, args=given.args, **of_launch, budget_s=given.budget)
     unclear = diagnosis.verdict == "inconclusive"
     provable = not unclear and any(remedy.provable for remedy in diagnosis.remedies)
