@@ -163,9 +163,8 @@ def diagnose(given: argparse.Namespace) -> int:
         check_task(given.target)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
-    if not (Path(given.target) / "run.json").is_file():
-        does = "watching a run of" if isinstance(target, str) else "experiments with"
-        begins(f"{does} {given.target}, at most {units.seconds(given.budget)} …")
+    if not isinstance(target, str):  # of a script, `wb.diagnose` says more
+        begins(f"experiments with {given.target}, at most {units.seconds(given.budget)} …")
     of_launch = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
     diagnosis = workbench.diagnose(target, args=given.args, **of_launch, budget_s=given.budget)
     unclear = diagnosis.verdict == "inconclusive"
