@@ -252,6 +252,33 @@ def test_a_new_run_begins_with_the_checkpoint_of_one_in_another_layout(tmp_path:
         wb.launch(SPEC.replace(lr=0.5, parallel="fsdp", nproc_per_node=2), resume=path)
 
 
+@pytest.mark.parametrize(("was", "now"), [("whole", "task.py"), ("task.py", "whole"), ("whole", "../here/task.py")])
+def test_a_task_is_the_same_by_another_path_to_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[dict[str, Any]], was: str, now: str
+) -> None:
+    """A run that began with the checkpoint of another has the whole path in its spec."""
+    begun_anew = list[dict[str, Any]]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: begun_anew.append(info))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("task.py", "other.py"):
+        Path(name).write_text(TASK + "\n\ndef rate(step):\n    return 1.0\n")
+
+    def of(file: str, name: str = "build") -> wb.RunSpec:
+        file = str(tmp_path / "here" / "task.py") if file == "whole" else file
+        return SPEC.replace(task=f"{file}:{name}", schedule=f"{file}:rate")
+
+    path = ended(tmp_path / "run", of(was), cwd=str(tmp_path / "here"))
+    for others in (of("other.py"), of(now, "rate"), of("missing.py")):
+        with pytest.raises(LaunchError, match="goes on as it was launched, with task="):
+            wb.launch(others, resume=path)
+    run = wb.launch(of(now).replace(micro_batch=16), resume=path, runs_dir=tmp_path / "runs")
+    assert run.spec == of("whole").replace(micro_batch=16)
+    wb.launch(of(now), resume=path)
+    assert [info["path"] for info in begun] == [path]
+    assert len(begun_anew) == 1
+
+
 FINISHED = {"state": "finished", "returncode": 0, "seconds": 1.0}
 
 

@@ -30,6 +30,7 @@ from workbench.timeline.timeline import Timeline
 from workbench.train import checkpoint_file, loop
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.loader import micro_batches
+from workbench.train.provenance import classes_of
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
@@ -498,7 +499,9 @@ def test_a_checkpoint_of_other_classes_is_refused_and_other_data_are_said(
 ) -> None:
     """What target 1 means is not in the weights: a model would go on with cats that it has learnt as dogs."""
     train(spec_of(steps=12), toy_tasks.numbers(dataset=lambda: Named(["cat", "dog"])), alone, tmp_path)
-    with pytest.raises(run_directory.DamagedRunError, match="it is of other classes: target 0 was 'cat', and is 'dog' now"):
+    with pytest.raises(
+        run_directory.DamagedRunError, match=r"it is of other classes: target 0 was 'cat', and is 'dog' now.*: undo that change, or"
+    ):
         train(spec_of(), toy_tasks.numbers(dataset=lambda: Named(["dog", "cat"])), alone, tmp_path)
     with pytest.raises(run_directory.DamagedRunError, match="target 2 was 'none', and is 'emu' now"):
         train(spec_of(), toy_tasks.numbers(dataset=lambda: Named({"dog": 1, "emu": 2, "cat": 0})), alone, tmp_path)
@@ -507,6 +510,66 @@ def test_a_checkpoint_of_other_classes_is_refused_and_other_data_are_said(
     said = capsys.readouterr().out
     assert "note: the data's .root is 'there' now, and was 'here' before" in said
     assert "goes on from step 12" in said
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """A dataset of the user's own around another."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda data: torch.utils.data.Subset(data, range(32)),
+        lambda data: torch.utils.data.random_split(data, [0.5, 0.5], torch.Generator().manual_seed(0))[1],
+        lambda data: torch.utils.data.ConcatDataset([toy_tasks.Numbers(), data, data]),
+        lambda data: Augmented(torch.utils.data.Subset(data, range(32))),
+    ],
+)
+def test_the_classes_of_a_part_of_a_dataset_are_those_of_the_whole(alone: Ranks, tmp_path: Path, around: Any) -> None:
+    train(spec_of(steps=6), toy_tasks.numbers(dataset=lambda: around(Named(["cat", "dog"]))), alone, tmp_path)
+    with pytest.raises(run_directory.DamagedRunError, match="it is of other classes: target 0 was 'cat', and is 'dog' now"):
+        train(spec_of(), toy_tasks.numbers(dataset=lambda: around(Named(["dog", "cat"]))), alone, tmp_path)
+    train(spec_of(), toy_tasks.numbers(dataset=lambda: around(Named({"dog": 1, "cat": 0}))), alone, tmp_path)
+
+
+def test_datasets_of_several_kinds_have_the_classes_of_each() -> None:
+    held = Augmented(None)
+    held.dataset = held
+    assert classes_of(held) is None
+    both = torch.utils.data.ConcatDataset([Named(["cat", "dog"]), Named(["emu"]), Named(["cat", "dog"])])
+    assert classes_of(both) == ["cat", "dog", "emu"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_old_checkpoints_that_cannot_be_deleted_are_said_once_and_are_not_a_failed_save(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "step00000006.pt":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    train(spec_of(parallel=parallel, steps=36), toy_tasks.numbers(), alone, tmp_path)
+    notes = [row["note"] for row in run_directory.LineTail(tmp_path / run_directory.rank_file(0)).read() if "note" in row]
+    assert [note for note in notes if "deleted" in note] == [note for note in notes if "checkpoint" in note]
+    (note,) = (note for note in notes if "checkpoint" in note)
+    assert note.removeprefix("warning: ").startswith(
+        "the checkpoint after step 18 was written, but older ones could not be deleted: [Errno 30] Read-only file system"
+    )
+    there = {6, 30, 36}  # the others were deleted
+    assert {int(name[4:12]) for name in names(tmp_path)} == there
 
 
 WIDE = """

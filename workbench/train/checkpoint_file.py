@@ -16,7 +16,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -55,11 +55,12 @@ class UnusableCheckpointError(ValueError):
     Attributes:
         kind: "damaged"; "partial"; "newer": of a newer workbench; "foreign": of something else, or of another model; "not-finite": with
             weights that are NaN or infinite, while an earlier one has finite weights.
+        todo: what makes a resume possible if there is no other checkpoint.
     """
 
-    def __init__(self, why: str, kind: str = "damaged") -> None:
+    def __init__(self, why: str, kind: str = "damaged", todo: str = "put an undamaged one there") -> None:
         super().__init__(why)
-        self.kind = kind
+        self.kind, self.todo = kind, todo
 
 
 def plain(value: Any) -> Any:
@@ -344,6 +345,45 @@ def set_aside(path: Path, kind: str) -> None:
     suffix = next(name for name in names if not any(file.with_name(f"{file.name}.{name}").exists() for file in files))
     for file in files:
         file.rename(file.with_name(f"{file.name}.{suffix}"))
+
+
+def delete_old(folder: Path, step: int, keep: int, kept: Container[int | None]) -> None:
+    """Delete the checkpoints up to a step but the last `keep` and those of the steps `kept`, and parts of some that never were complete.
+
+    Raises:
+        OSError: some could not be deleted; the others were.
+    """
+    errors = list[OSError]()
+
+    def delete(path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
+
+    for old in [path for path in all_in(folder) if step_of(path) <= step][:-keep]:
+        if step_of(old) not in kept:
+            delete(old)
+    there = {path.stem for path in all_in(folder)}
+    for path in folder.iterdir():
+        if (match := re.fullmatch(r"(step(\d+))(\.rank\d+)?\.(pt|part)", path.name)) and match[1] not in there and int(match[2]) < step:
+            delete(path)
+    if errors:
+        raise errors[0]
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder by step. One that cannot be listed is an error: it may not be empty."""
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint says."""
+    return int(path.stem.removeprefix("step"))
 
 
 def said(error: OSError) -> str:

@@ -14,7 +14,6 @@ import functools
 import io
 import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ import torch
 
 from workbench.core import run_directory, units
 from workbench.train import checkpoint_file, named_state, provenance
-from workbench.train.checkpoint_file import UnusableCheckpointError
+from workbench.train.checkpoint_file import UnusableCheckpointError, all_in, step_of
 from workbench.train.early_stop import lost_best
 from workbench.train.optimizers import optimizer_class
 from workbench.train.provenance import classes_of, dataset_identity, sample_count
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.01
 """Seconds between two looks for the parts of other ranks."""
+UNDO = "undo that change"
+"""What to do about a checkpoint of other classes or of another model than the task's."""
 Checkpoint = tuple[Path, dict[str, Any]]
 """Path and content of a checkpoint."""
 
@@ -63,6 +64,7 @@ class Checkpoints:
         self._code: dict[str, Any] = {}
         self._finite = 0
         self._note: str | None = None
+        self._undeleted: str | None = None
         self.first_samples: dict[str, list[Any]] | None = None
 
     def latest(self) -> Checkpoint | None:
@@ -124,7 +126,7 @@ class Checkpoints:
         return None
 
     def _latest_usable(self) -> tuple[Path | None, dict[str, Any]]:
-        for path in reversed(self._all()):
+        for path in reversed(all_in(self._folder)):
             if path in self._passed_over:
                 continue
             try:
@@ -139,9 +141,9 @@ class Checkpoints:
                 raise
         if self._passed_over:
             each = "; ".join(f"{path.name}: {why!s:.200}" for path, why in self._passed_over.items())
+            todo = ", or ".join(dict.fromkeys(why.todo for why in self._passed_over.values()))
             raise run_directory.DamagedRunError(
-                f"no checkpoint in {self._folder} can be used ({each}). The run was not changed: put an undamaged one there, or launch "
-                "its spec as a new run"
+                f"no checkpoint in {self._folder} can be used ({each}). The run was not changed: {todo}, or launch its spec as a new run"
             )
         return None, {}
 
@@ -153,7 +155,7 @@ class Checkpoints:
             OSError, MemoryError, RuntimeError: it could not be read now: the error of the disk, of memory or of torch.
         """
         state = checkpoint_file.load(path, self._ranks.device)
-        if state["step"] != _step_of(path):
+        if state["step"] != step_of(path):
             raise UnusableCheckpointError(f"it is of step {state['step']!r:.20}", "foreign")
         return state
 
@@ -174,11 +176,11 @@ class Checkpoints:
             try:
                 source = self._source(trainer, checkpoint)
                 text = provenance.mismatch(trainer, checkpoint[1], source)
-                why = UnusableCheckpointError(text, "foreign") if text else None
+                why = UnusableCheckpointError(text, "foreign", *[UNDO] * text.startswith("it is of ")) if text else None
             except UnusableCheckpointError as error:
                 why = error
             if trainer.pipeline:  # each rank has compared its own stages only
-                answers = [json.loads(text) for text in self._share(json.dumps(why and [str(why), why.kind]))]
+                answers = [json.loads(text) for text in self._share(json.dumps(why and [str(why), why.kind, why.todo]))]
                 why = next((UnusableCheckpointError(*answer) for answer in answers if answer), None)
             if not why:
                 provenance.refuse_other_optimizer(trainer, checkpoint[0].name, checkpoint[1], source)
@@ -317,7 +319,7 @@ class Checkpoints:
             self._failed += 1
             last = "their folder cannot be listed"  # which ends no training
             with contextlib.suppress(OSError):
-                last = next((f"the last is {path.name}" for path in reversed(self._all())), "there is none yet")
+                last = next((f"the last is {path.name}" for path in reversed(all_in(self._folder))), "there is none yet")
             again = f" (the {self._failed} latest all failed)" * (self._failed > 1)
             words = f"the checkpoint after step {self._step} could not be written{again}, and {last}: {checkpoint_file.said(error)}"
             following = (self._step // self._every + 1) * self._every
@@ -332,11 +334,14 @@ class Checkpoints:
         if self._note:
             self._warn(self._note)
             self._note = ""
+        if self._undeleted:
+            self._warn(self._undeleted)
+            self._undeleted = ""
 
     @property
     def last_step(self) -> int:
         """Of the checkpoint from which the run goes on: the last whole one with finite weights, or the last; 0 if there is none."""
-        return self._finite or max(map(_step_of, self._all()), default=0)
+        return self._finite or max(map(step_of, all_in(self._folder)), default=0)
 
     def __enter__(self) -> Self:
         return self
@@ -420,7 +425,12 @@ class Checkpoints:
             for file in self._folder.glob(f"{path.stem}.rank*.pt"):
                 file.unlink(missing_ok=True)
             raise
-        self._delete_old(step, keep)
+        try:
+            checkpoint_file.delete_old(self._folder, step, keep, (self._finite, self._best and self._best[1]))
+        except OSError as error:
+            if self._undeleted is None:
+                why = checkpoint_file.said(error)
+                self._undeleted = f"the checkpoint after step {step} was written, but older ones could not be deleted: {why}"
 
     def _save(self, state: dict[str, Any], path: Path) -> str:
         """Write a file, completely or not at all; returns its checksum."""
@@ -432,7 +442,7 @@ class Checkpoints:
         except OSError as error:
             needed = 0
             with contextlib.suppress(OSError):
-                needed = max((file.stat().st_size for file in (part, *self._all()) if file.exists()), default=0)
+                needed = max((file.stat().st_size for file in (part, *all_in(self._folder)) if file.exists()), default=0)
                 part.unlink(missing_ok=True)
             run_directory.raise_if_full(path, error, needed=f", and a checkpoint takes {units.bytes_(needed)} or more")
             raise
@@ -440,17 +450,6 @@ class Checkpoints:
             part.unlink(missing_ok=True)
             raise
         return checksum
-
-    def _delete_old(self, step: int, keep: int) -> None:
-        """Delete checkpoints before the last `keep`, the best and the last finite one, and parts of some that never were complete."""
-        kept = (self._finite, self._best and self._best[1])
-        for old in [path for path in self._all() if _step_of(path) <= step][:-keep]:
-            if _step_of(old) not in kept:
-                old.unlink(missing_ok=True)
-        there = {path.stem for path in self._all()}
-        for path in self._folder.iterdir():
-            if (match := re.fullmatch(r"(step(\d+))(\.rank\d+)?\.(pt|part)", path.name)) and match[1] not in there and int(match[2]) < step:
-                path.unlink(missing_ok=True)
 
     def _collect(self, step: int, part: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """On rank 0 what each rank adds to a checkpoint, by rank, or nothing if one does not come; the others go on at once."""
@@ -469,14 +468,6 @@ class Checkpoints:
             store.delete_key(key)
         return parts
 
-    def _all(self) -> list[Path]:
-        """The checkpoints by step. A folder that cannot be listed is an error: it may not be empty."""
-        try:
-            paths = list(self._folder.iterdir())
-        except FileNotFoundError:
-            return []
-        return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=_step_of)
-
 
 def part_path(path: Path, rank: int) -> Path:
     """The file of a rank, beside that of the checkpoint."""
@@ -487,10 +478,6 @@ def _is_shared(trainer: "Trainer") -> bool:
     """Do ranks share the model or the optimizer, or has each its own?"""
     spec = trainer.spec
     return spec.parallel != "ddp" or not spec.whole_models or spec.local_sgd != "none" or trainer.compresses
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step"))
 
 
 def _step_in(row: Mapping[str, Any], default: float) -> float:

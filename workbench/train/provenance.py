@@ -42,6 +42,8 @@ from workbench.train.trainer import Trainer
 SAMPLES = 8
 """Samples of the first batch whose content is digested: the same for each micro_batch from 8 on, where seed and ranks are the same."""
 _PLAIN = (str, int, float, bool, Path)
+_DEEPEST = 8
+"""Datasets inside of each other, at most, among which classes are looked for: one may hold itself."""
 
 
 def record(run_dir: Path, trainer: Trainer, first_batch: Any, *, resumed: bool) -> None:
@@ -315,9 +317,29 @@ def sample_count(trainer: Trainer) -> int | None:
 
 
 def classes_of(dataset: Any) -> list[str] | None:
-    """The names of a dataset's classes by target, from its `class_to_idx` or `classes`, as torchvision's have; None = it has none."""
-    inside = _inside(dataset)
-    numbers, names = getattr(inside, "class_to_idx", None), getattr(inside, "classes", None)
+    """The names of a dataset's classes by target, from its `class_to_idx` or `classes`, as torchvision's have; None = it has none.
+
+    A dataset without them that holds another as `.dataset`, or several as `.datasets`, such as torch's Subset and ConcatDataset, has those
+    of what it holds: one list of names, or, where the datasets differ, each.
+    """
+    names = [own for part in _with_classes(_inside(dataset)) if (own := _own_classes(part)) is not None]
+    different = [own for number, own in enumerate(names) if own not in names[:number]]
+    return list(itertools.chain.from_iterable(different)) if different else None
+
+
+def _with_classes(dataset: Any, depth: int = 0) -> Iterator[Any]:
+    """The outermost datasets with classes inside of one."""
+    several = getattr(dataset, "datasets", None)
+    held = list(several) if isinstance(several, list | tuple) else [getattr(dataset, "dataset", None)]
+    if _own_classes(dataset) is not None:
+        yield dataset
+    elif depth < _DEEPEST:
+        for part in held:
+            yield from _with_classes(part, depth + 1)
+
+
+def _own_classes(dataset: Any) -> list[str] | None:
+    numbers, names = getattr(dataset, "class_to_idx", None), getattr(dataset, "classes", None)
     if isinstance(numbers, Mapping):
         return sorted(map(str, numbers), key=lambda name: (numbers.get(name, 0), name))
     return [str(name) for name in names] if isinstance(names, list | tuple) else None

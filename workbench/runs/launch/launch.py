@@ -16,7 +16,15 @@ from workbench.runs.export import DCP_INDEX
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
-from workbench.runs.launch.resume import OF_ANOTHER_RUN, begin_with_dcp, changes_for_another, go_on, resumable, take_checkpoints
+from workbench.runs.launch.resume import (
+    OF_ANOTHER_RUN,
+    begin_with_dcp,
+    changes_for_another,
+    go_on,
+    resumable,
+    take_checkpoints,
+    with_names_of,
+)
 from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, Spec, check_profile
@@ -97,6 +105,7 @@ def launch(
     if isinstance(resume, str | os.PathLike) and (Path(resume).expanduser() / DCP_INDEX).is_file():
         begin, resume = Path(resume).expanduser(), None
     if resume is not None:
+        target = with_names_of(resume, target)
         changes = changes_for_another(resume, target)
         other = target if changes and isinstance(target, RunSpec) else None
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}

@@ -165,6 +165,23 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bo
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
 
 
+def with_names_of(old: Run | str | os.PathLike[str], target: Any) -> Any:
+    """A spec, whose task and schedule have the names that they have in a run's spec, if those lead to the same file and function."""
+    if not isinstance(old, Run | str | os.PathLike) or not isinstance(target, RunSpec):
+        return target
+    run = Run.load(old.path if isinstance(old, Run) else old)
+    if not isinstance(run.spec, RunSpec):
+        return target
+    folder = str(run_directory.read_json(run.path / run_directory.RUN_JSON).get("cwd") or "")
+    known, names = code_names(run.spec), dict[str, str]()
+    for knob, name in code_names(target).items():
+        (file, _, function), (its, _, other) = name.rpartition(":"), known.get(knob, "").rpartition(":")
+        with contextlib.suppress(OSError):  # one of them is not there
+            if file.endswith(".py") and function == other and os.path.samefile(file, os.path.join(folder, its)):
+                names[knob] = known[knob]
+    return target.replace(**names)
+
+
 def changes_for_another(old: Run | str | os.PathLike[str], target: Any) -> set[str]:
     """The knobs in which a spec differs from that of a run, if another run may begin so with its checkpoint; else none."""
     if not isinstance(old, Run | str | os.PathLike) or not isinstance(target, RunSpec):
