@@ -8,6 +8,7 @@ import random
 import re
 import statistics
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from workbench.__main__ import main
 from workbench.core import run_directory, units
 from workbench.core.brief import BRIEF_BYTES
 from workbench.core.progress import BudgetError, Waiting
+from workbench.core.variables import kept_variables
 from workbench.diagnosis import regression, swaps
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import RunDifference, WhatChanged
@@ -241,13 +243,17 @@ def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emula
         assert "says no more; another user's runs are not repeated." in wb.what_changed(a, b, rerun=False).verdict
     over = wb.what_changed(a, b)
     assert (over.kind, over.changes) == ("over", ())
-    assert "the reason is the machine, as it was while B ran" in over.verdict
+    said = "the machine as it was while B ran, or something that was not recorded, such as the imported code, an environment variable that "
+    assert f"the reason is {said}only an imported file names, " in over.verdict
+    assert "or a file that the code reads: run A is today as it was itself (" in over.verdict
     rows = {each.name: (each.a, each.b) for each in over.differences}
     assert rows["processes that want a core"] == ("0.5", "7")
     assert rows["clock of the cores in MHz"] == ("3000", "2400")
     assert rows["started"] == ("1", "2")
     emulated(lambda arm: 0.013)
-    assert "and the reason is the machine: run A is today as run B was" in wb.what_changed(a, b).verdict
+    still = wb.what_changed(a, b)
+    assert "and the reason is the machine, or something that was not recorded, such as " in still.verdict
+    assert "a file that the code reads: run A is today as run B was (" in still.verdict
 
 
 def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_show(tmp_path: Path, emulated: Any) -> None:
@@ -260,14 +266,15 @@ def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_s
         "Run B's step is 0.692× that of run A as recorded, but today's trainings, by turns on one machine, show the contrary: run A's step "
     )
     assert result.verdict.startswith(f"{said}with lr is 2.26× (")
-    assert "that without. So lr raises it, and the machine was in another state when A or B ran (17" in result.verdict
+    assert "that without. So lr raises it, and the machine, or what was not recorded, was another when A or B ran (17" in result.verdict
     emulated(lambda arm: 0.176)
     still = wb.what_changed(a, b)
-    assert "and the reason is the machine: run A's step is today below that of both (17" in still.verdict
+    assert "and the reason is the machine, or something " in still.verdict
+    assert ": run A's step is today below that of both (17" in still.verdict
     for of in ("loss", "memory"):
         verdict = dataclasses.replace(result, of=of).verdict
         assert f"So lr raises it in trainings of {result.steps} steps, which may end differently from the recorded ones (" in verdict
-        assert "machine was" not in verdict
+        assert "the machine" not in verdict
 
 
 def test_runs_that_differ_within_their_noise_are_tried_where_something_else_differs(tmp_path: Path, emulated: Any) -> None:
@@ -300,8 +307,8 @@ def test_what_nobody_put_back_is_named_beside_the_machine(tmp_path: Path, emulat
     emulated(lambda arm: 0.02)
     result = wb.what_changed(*runs)
     assert (result.kind, result.left_over) == ("still", ("numpy (1.26 → 2.0)",))
-    assert "either numpy (1.26 → 2.0), which could not be put back, or the machine" in result.verdict
-    assert main(["what-changed", *(str(run.path) for run in runs)]) == 1  # of two reasons none is named
+    assert "the reason is numpy (1.26 → 2.0), which could not be put back, or the machine, or something that was not" in result.verdict
+    assert main(["what-changed", *(str(run.path) for run in runs)]) == 1  # of several reasons none is named
     with_paths = wb.what_changed(*runs, also={"numpy": ({"PYTHONPATH": "/old"}, {"PYTHONPATH": "/new"})})
     assert with_paths.changes == ("numpy",)
     trainings = emulated(lambda arm: 0.02 if arm.variables["PYTHONPATH"] == "/new" else 0.01)
@@ -347,7 +354,7 @@ def test_variables_are_kept_where_libraries_or_the_task_read_them_and_secrets_ne
         "MY_PASSWORD": "z",
         "LD_PRELOAD": "m",
     }
-    kept = environment.kept_variables(environ, """os.environ["DATA_DIR"], os.environ["MY_PASSWORD"], os.getenv('WANDB_API_KEY')""")
+    kept = kept_variables(environ, """os.environ["DATA_DIR"], os.environ["MY_PASSWORD"], os.getenv('WANDB_API_KEY')""")
     assert kept == {"PYTHONPATH": "", "DATA_DIR": "/d", "LD_PRELOAD": "m", "NCCL_ALGO": "Ring"}
 
 
@@ -355,11 +362,11 @@ def test_variables_are_kept_where_libraries_or_the_task_read_them_and_secrets_ne
     "name", ["HF_PAT", "TORCH_DSN", "HF_TOKENS", "MINIO_PASS", "HF_COOKIE", "CUDA_AUTH_X", "TORCH_PASSPHRASE", "HF_MYPASSWORD", "TF_APIKEY"]
 )
 def test_no_name_of_a_secret_is_kept(name: str) -> None:
-    assert name not in environment.kept_variables({name: "x"}, f"""os.environ["{name}"]""")
+    assert name not in kept_variables({name: "x"}, f"""os.environ["{name}"]""")
 
 
 def test_a_password_within_an_address_is_not_kept() -> None:
-    kept = environment.kept_variables({"HF_ENDPOINT": "https://me:hidden@host.example/", "HF_HOME": "https://host.example/a:b"}, "")
+    kept = kept_variables({"HF_ENDPOINT": "https://me:hidden@host.example/", "HF_HOME": "https://host.example/a:b"}, "")
     assert kept == {"PYTHONPATH": "", "HF_HOME": "https://host.example/a:b"}
 
 
@@ -441,7 +448,56 @@ def test_code_that_a_script_imports_is_compared_without_git_too(tmp_path: Path, 
     assert [(each.name, each.a, each.b) for each in result.differences] == [("common.py", "12", "34")]
     assert "they differ in the code of common.py; what was recorded says no more" in result.verdict
     emulated(lambda arm: 0.02)
-    assert "either the code of common.py (12 → 34), which could not be put back, or the machine" in wb.what_changed(a, b).verdict
+    still = wb.what_changed(a, b).verdict
+    assert "the reason is the code of common.py (12 → 34), which could not be put back, or the machine, or something that was not " in still
+    assert "such as an environment variable that only an imported file names, a package other than torch and numpy, the data or a " in still
+
+
+def test_an_edit_that_was_reverted_is_named_before_the_machine(repository: Path, tmp_path: Path, emulated: Any) -> None:
+    head = git(repository, "rev-parse", "HEAD")
+    edited = {"commit": head, "dirty": True, "uncommitted": ["lr.yaml", "task.py"], "changes": "1"}
+    a = made(tmp_path / "a", RunSpec(task="task.py:build"), cwd=str(repository), git={"commit": head, "dirty": False})
+    b = made(tmp_path / "b", RunSpec(task="task.py:build"), step=0.02, cwd=str(repository), git=edited)
+    for run, digest in ((a, "12"), (b, "34")):
+        recorded = {"code": {"task.py": digest}, "variables": {}, "versions": {"numpy": "2"}, "data": {"samples": 1}}
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, recorded)
+    emulated(lambda arm: 0.01)
+    result = wb.what_changed(a, b)
+    assert (result.kind, result.left_over) == ("over", ("the code of task.py (12 → 34)", "changes that were not committed (lr.yaml)"))
+    assert (
+        "the reason is the code of task.py (12 → 34) and changes that were not committed (lr.yaml), which could not be put back, or the "
+        "machine as it was while B ran, or something that was not recorded, such as a file that the code reads: run A is today as it was "
+    ) in result.verdict
+    assert main(["what-changed", str(a.path), str(b.path)]) == 1
+
+
+def test_a_switch_or_an_interpreter_that_nothing_puts_back_is_named(tmp_path: Path, emulated: Any) -> None:
+    runs = [made(tmp_path / name, RunSpec(task="clipart-resnet"), step=step) for name, step in (("a", 0.01), ("b", 0.02))]
+    for run, precision, python in zip(runs, ("high", "highest"), (sys.executable, "/gone/python"), strict=True):
+        state = {"products of matrices": precision, "host": run.name}
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"environment": state})
+        info = run_directory.read_json(run.path / run_directory.RUN_JSON)
+        run_directory.write_json(run.path / run_directory.RUN_JSON, info | {"command": [python]})
+    emulated(lambda arm: 0.02)
+    left = wb.what_changed(*runs).left_over
+    assert left == ("products of matrices (high → highest)", f"python ({sys.executable} → /gone/python)"[:200])
+
+
+def test_a_variable_that_only_an_imported_file_names_is_tried(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "helper.py").write_text('import os\nSLOW = os.environ.get("HELPER_SLOW")\nMORE = os.environ.get("HELPER_MORE")\n')
+    monkeypatch.setenv("HELPER_MORE", "1")
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", step=0.02)
+    for run, kept in ((a, {}), (b, {"HELPER_SLOW": "1"})):
+        recorded = {"code": {"deep/helper.py": "12"}, "variables": kept}
+        run_directory.write_json(run.path / run_directory.ENVIRONMENT, recorded)
+    trainings = emulated(lambda arm: 0.02 if arm.variables.get("HELPER_SLOW") else 0.01)
+    assert wb.what_changed(a, b).owner == ("HELPER_SLOW",)
+    assert trainings.arms[0].variables["HELPER_MORE"] is None  # it is set now, and was not then
+    run_directory.write_json(a.path / run_directory.ENVIRONMENT, {"code": {"deep/helper.py": "12"}})
+    earlier = wb.what_changed(a, b)
+    assert earlier.changes == ()
+    assert "such as an environment variable that only an imported file names, " in earlier.verdict
 
 
 def test_what_is_not_committed_stops_no_experiment_where_it_is_documentation_or_leads_to_data(repository: Path, tmp_path: Path) -> None:

@@ -8,5 +8,5 @@
 * Display: `display/table.py` is how results show themselves (`Table`, `Shown`), `display/axes.py` draws on matplotlib,
   `display/html.py` makes the HTML of panels. `late.py` names the few things that a lower package uses of a higher one.
 * This process and machine: `machine_speeds.py` (what basic operations cost here, on file in the user's `cache.py`), `system_load.py`,
-  `energy_counters.py`, `gc.py`, `interrupts.py`, `progress.py`, `package.py`.
+  `energy_counters.py`, `gc.py`, `interrupts.py`, `progress.py`, `package.py`, `variables.py` (which environment variables a run keeps).
 """

@@ -3,10 +3,14 @@
 import contextlib
 import functools
 import hashlib
+import os
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
+
+from workbench.core.variables import named_variables
 
 ROOT = Path(__file__).parents[__name__.count(".") - 1]
 """The folder of the package `workbench`."""
@@ -43,9 +47,10 @@ def is_users(path: str) -> bool:
     return not (is_workbench(path) or is_installed(path) or is_standard(path))
 
 
-def imported_code() -> dict[str, str]:
-    """A digest of each of the `imported_sources`, by its name."""
-    return {name: hashlib.blake2b(text, digest_size=8).hexdigest() for name, text in imported_sources().items()}
+def code_record(sources: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+    """What a run keeps of its code: "code", a digest of each file by name, and "variables", those of this process that the files name."""
+    digests = {name: hashlib.blake2b(text, digest_size=8).hexdigest() for name, text in sources.items()}
+    return {"code": digests, "variables": named_variables(os.environ, sources.values())}
 
 
 def imported_sources() -> dict[str, bytes]:

@@ -61,13 +61,12 @@ def doctor(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
 def why(given: argparse.Namespace) -> int:
     """Find what made a run worse than another; returns the exit status: 0 where a reason is named, or there is nothing to explain.
 
-    What could not be put back, beside the machine, is no reason that is named: 1.
+    What could not be put back or was not recorded, beside the machine, is no reason that is named: 1.
     """
     with terminated_as_interrupted():
         result = what_changed(given.run_a, given.run_b, of=given.of, budget_s=given.budget, rerun=not given.recorded)
     _show(result, given)
-    named = ("owner", "over", "nothing", "not run") if result.left_over else ("owner", "still", "over", "nothing", "not run")
-    return 0 if result.kind in named else 1
+    return 0 if result.kind in ("owner", "nothing", "not run") else 1
 
 
 def first_bad(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:

@@ -71,7 +71,7 @@ def what_changed(
     First, the two runs are compared as recorded. Then run A is repeated in short trainings, alternately unchanged and with all of B's
     differences that can be applied: knobs, environment variables, the commit (in a separate folder), the interpreter. If the regression
     comes back, the differences are tried one by one, or half of them at a time if there are many. If it does not, the reason is the
-    machine, or a difference that could not be applied.
+    machine, or what could not be applied or was not recorded; the answer names both.
 
     Args:
         run_a: the good run, or its directory.
@@ -168,7 +168,8 @@ def _experiment(
         owner, whole = decision.owner, tuple(named)
         base, changed = last.get(()), last.get(owner or whole)
         brings = brought(base, changed) if owner and base and changed else ()
-        left_over = lost(runs, [run for run in (base, last.get(whole)) if run]) if decision.kind == "still" else ()
+        machine = decision.kind in ("still", "over")
+        left_over = lost(runs, [run for run in (base, last.get(whole)) if run], swaps.differences) if machine else ()
         seconds = sum(made.seconds)
     return WhatChanged(
         **{**result, "notes": (*result["notes"], *notes)},
@@ -179,6 +180,7 @@ def _experiment(
         why=decision.why,
         brings=brings,
         left_over=left_over,
+        not_recorded=swaps.not_recorded,
         seconds=seconds,
     )
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from workbench.core import units
 from workbench.core.progress import BudgetError
+from workbench.core.variables import kept_variables, named_variables
 from workbench.diagnosis.analysis.owner_search import recorded_change
 from workbench.runs.budgets import QUANTITIES
 from workbench.runs.entrypoints import spec_entrypoint
@@ -233,17 +234,27 @@ class Reruns:
         return self._checkouts[top, commit]
 
 
-def surroundings_of(info: Mapping[str, Any], spec: Spec) -> tuple[Path, dict[str, str | None], str | None]:
-    """The folder, the variables and the interpreter of a run, as its run.json says.
+def surroundings_of(
+    info: Mapping[str, Any], spec: Spec, kept: Mapping[str, str] | None, imported: Sequence[str] = ()
+) -> tuple[Path, dict[str, str | None], str | None]:
+    """The folder, the variables and the interpreter of a run, as it recorded them.
 
     A variable that runs keep, and that is set now but was not then, is not set.
+
+    Args:
+        info: its run.json.
+        spec: its spec.
+        kept: the variables that it kept; None = it kept none.
+        imported: the files that it imported, by their paths below where they were found.
     """
     folder = Path(info.get("cwd") or Path.cwd())
-    kept = info.get("variables")
     variables: dict[str, str | None] = {}
-    if isinstance(kept, Mapping):
-        source = environment.source_of(spec, folder)
-        variables = {name: None for name in os.environ if environment.is_kept(name, source)}
+    if kept is not None:
+        tops = [folder, *map(Path, filter(None, kept.get("PYTHONPATH", "").split(os.pathsep)))]
+        tops += [Path(spec.script).parent] if isinstance(spec, ScriptSpec) else []
+        files = [path for name in imported for top in tops if (path := top / name).is_file()]
+        named = named_variables(os.environ, [path.read_bytes() for path in files])
+        variables = dict.fromkeys([*kept_variables(os.environ, environment.source_of(spec, folder)), *named])
         variables |= {str(name): str(value) if value else None for name, value in kept.items()}
     command = info.get("command")
     python = command[0] if isinstance(command, list) and command and isinstance(command[0], str) else None

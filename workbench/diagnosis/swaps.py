@@ -11,7 +11,7 @@ from workbench.core import run_directory, units
 from workbench.core.checks import is_number
 from workbench.diagnosis.analysis.what_changed import RunDifference
 from workbench.diagnosis.rerun import Arm, Change, Code, is_option, place_of_option, surroundings_of
-from workbench.runs.compare import SHOWN, differences, provenance, several_of, text
+from workbench.runs.compare import SHOWN, differences, provenance, read_or_none, several_of, text, variables_of
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec, Spec, SpecError
@@ -20,8 +20,10 @@ CODE = "code"
 """The name of the change of all code."""
 OF_RERUNS = ("steps", "watch", "profile", "kind")
 """Fields of a spec that a short training sets by itself."""
-MAY_BE_LEFT = ("versions", "data", "code", "git")
+MAY_BE_LEFT = ("versions", "data", "code", "git", "environment")
 """Sections whose differences a training of today has only if something put them back."""
+OF_THE_MACHINE = ("host", "cores", "GPUs", "started", "platform", "cpu", "cpu capability", "device")
+"""What of "environment" is the machine itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Swaps:
     """What the reader should know."""
     code: tuple[str, ...] = ()
     """The first files in which the code differs, each with the line if it is one, and how many more there are."""
+    not_recorded: tuple[str, ...] = ()
+    """What these two did not record, though runs can."""
 
 
 def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]], *, ask_git: bool = True) -> Swaps:
@@ -46,8 +50,9 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
     `ask_git` is False for runs of others: git executes what the settings of a repository name.
     """
     infos = [run_directory.read_json(run.path / run_directory.RUN_JSON) for run in (a, b)]
-    folder, variables, python = surroundings_of(infos[0], a.spec)
-    _, _, other = surroundings_of(infos[1], b.spec)
+    kept = variables_of((a, b))
+    folder, variables, python = surroundings_of(infos[0], a.spec, kept[0], tuple(provenance(a)[CODE]))
+    _, _, other = surroundings_of(infos[1], b.spec, kept[1])
     notes: list[str] = []
     rows: list[RunDifference] = []
     changes: list[Change] = []
@@ -74,12 +79,11 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
             pairs: Mapping[str, tuple[Any, Any]] = options[name] or {name: (mine[name], theirs[name])}
             for what, pair in pairs.items():
                 add("spec", what, pair, change)
-    kept = [each for info in infos if isinstance(each := info.get("variables"), Mapping)]
-    if len(kept) == len(infos):
+    if kept[0] is not None and kept[1] is not None:
         for name in sorted({*kept[0], *kept[1]}):
-            then, later = (each.get(name) or None for each in kept)
-            if then != later:
-                add("variables", name, (then, later), Change(name=name, variables={name: later}))
+            recorded = (kept[0].get(name) or None, kept[1].get(name) or None)
+            if recorded[0] != recorded[1]:
+                add("variables", name, recorded, Change(name=name, variables={name: recorded[1]}))
     else:
         notes.append("environment variables: a run of an earlier version recorded none, so none is tried")
     for name, (then, later) in also.items():
@@ -111,7 +115,17 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
         differences=(*tried, *(each for each in rows if not each.change)),
         notes=tuple(notes),
         code=lines,
+        not_recorded=_not_recorded((a, b), kept),
     )
+
+
+def _not_recorded(runs: Sequence[Run], kept: Sequence[Mapping[str, str] | None]) -> tuple[str, ...]:
+    """What two runs did not both record, though it may differ."""
+    written = [read_or_none(run.path / run_directory.ENVIRONMENT) for run in runs]
+    missing = {name for name in ("variables", "code", "versions", "data") if not all(name in each for each in written)}
+    variables = "an environment variable" if None in kept else "an environment variable that only an imported file names"
+    words = {"code": "the imported code", "variables": variables, "versions": "a package other than torch and numpy", "data": "the data"}
+    return tuple(text for name, text in words.items() if name in missing or (name == "variables" and None in kept))
 
 
 def knob_groups(a: Spec, b: Spec) -> list[list[str]]:
@@ -285,13 +299,27 @@ def load_note(runs: Sequence[Run]) -> str:
     return f"the machine: {'; '.join(texts)} (each run's own work included)"
 
 
-def lost(recorded: tuple[Run, Run], today: Sequence[Run]) -> tuple[str, ...]:
-    """What differed between two runs, and does not between their trainings of today; with one training all that differed."""
+def lost(recorded: tuple[Run, Run], today: Sequence[Run], differences_: Sequence[RunDifference]) -> tuple[str, ...]:
+    """What differed between two runs, and does not between their trainings of today; with one training all that differed.
+
+    `differences_` are those of the runs, with what can be tried. Of changes that were not committed, files that a run imported are named
+    by their digests, and the others where the code could not be put back.
+    """
     then = {(section, name): values for section, name, values in differences(recorded) if section in MAY_BE_LEFT}
     now = {(section, name) for section, name, _ in differences(today)} if len(today) > 1 else set()
-    return tuple(
-        _arrow(section, name, values) for (section, name), values in then.items() if (section, name) not in now and name != "branch"
-    )
+    left = {key: values for key, values in then.items() if key not in now and not (key[0] == "environment" and key[1] in OF_THE_MACHINE)}
+    texts = [_arrow(section, name, values) for (section, name), values in left.items() if section != "git" or name == "commit"]
+    for each in differences_:
+        if (each.section, each.name) == ("environment", "python") and not each.change:
+            texts.append(f"python ({each.a} → {each.b})")
+    if any(each.section == "git" and not each.change for each in differences_) and not {("git", "dirty"), ("git", "changes")}.isdisjoint(
+        left
+    ):
+        files = [name for run in recorded for name in provenance(run)["git"].get("uncommitted") or ()]
+        others = [name for name in dict.fromkeys(files) if not any(name.endswith(code) for section, code in left if section == CODE)]
+        if others or not files:
+            texts.append(f"changes that were not committed{f' ({several_of(others)})' if others else ''}")
+    return tuple(texts)
 
 
 def brought(without: Run, with_it: Run) -> tuple[str, ...]:
@@ -300,5 +328,5 @@ def brought(without: Run, with_it: Run) -> tuple[str, ...]:
 
 
 def _arrow(section: str, name: str, values: Sequence[Any]) -> str:
-    where = {"versions": "", "git": "git ", CODE: "the code of ", "data": "the data's "}[section]
+    where = {"versions": "", "git": "git ", CODE: "the code of ", "data": "the data's ", "environment": ""}[section]
     return f"{where}{name} ({text(values[0])} → {text(values[1])})"

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
@@ -158,11 +159,7 @@ Sections = dict[str, dict[str, Any]]
 def provenance(run: Run) -> Sections:
     """By section, name → value; a section that the run has not recorded is empty."""
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
-    recorded, git = ({}, {})
-    with contextlib.suppress(DamagedRunError):
-        recorded = run_directory.read_json(run.path / run_directory.ENVIRONMENT)
-    with contextlib.suppress(DamagedRunError):
-        git = run_directory.read_json(run.path / run_directory.GIT)
+    recorded, git = (read_or_none(run.path / name) for name in (run_directory.ENVIRONMENT, run_directory.GIT))
     spec = {name: value for name, value in run.spec.to_json().items() if name != "kind"}
     boot = _dict(info.get("machine")).get("boot")
     machine = {"host": info.get("host"), "cores": info.get("cores"), "GPUs": info.get("gpus"), **({"started": boot} if boot else {})}
@@ -172,7 +169,7 @@ def provenance(run: Run) -> Sections:
     outcome = {"state": run.state, "steps": run.progress[0], **({"last loss": losses[-1]} if losses else {}), **figures}
     return {
         "spec": spec,
-        "variables": _dict(info.get("variables")),
+        "variables": _dict(info.get("variables")) | _dict(recorded.get("variables")),
         "environment": machine | _dict(recorded.get("environment")),
         "versions": _dict(info.get("versions")) | _dict(recorded.get("versions")),
         "git": _dict(info.get("git")) | git,
@@ -180,6 +177,24 @@ def provenance(run: Run) -> Sections:
         "data": _dict(recorded.get("data")),
         "outcome": outcome,
     }
+
+
+def read_or_none(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of a run; none where it is missing or damaged."""
+    with contextlib.suppress(DamagedRunError):
+        return run_directory.read_json(path)
+    return {}
+
+
+def variables_of(runs: Sequence[Run]) -> list[dict[str, str] | None]:
+    """The environment variables that each run kept; None = it kept none, as a run of an earlier version.
+
+    Those that only imported files name are left out where one of the runs did not keep them.
+    """
+    kept = [run_directory.read_json(run.path / run_directory.RUN_JSON).get("variables") for run in runs]
+    imported = [read_or_none(run.path / run_directory.ENVIRONMENT).get("variables") for run in runs]
+    more = imported if all(isinstance(each, Mapping) for each in imported) else [{}] * len(runs)
+    return [_dict(one) | _dict(other) if isinstance(one, Mapping) else None for one, other in zip(kept, more, strict=True)]
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -192,6 +207,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
     Packages that only some of the runs have imported, all in one version, are one row of a section "imports" after the versions.
     """
     each = [provenance(run) for run in runs]
+    for sections, variables in zip(each, variables_of(runs), strict=True):
+        sections["variables"] = _dict(variables)
     found = []
     for section in SECTIONS:
         parts = [one[section] for one in each]

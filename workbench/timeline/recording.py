@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.core import late, run_directory
 from workbench.core.checks import number_or_default
-from workbench.core.package import imported_code
+from workbench.core.package import code_record, imported_sources
 from workbench.core.system_load import LoadMeter, Noise
 from workbench.timeline import alarm as alarm_module
 from workbench.timeline import hooks, rank_log
@@ -254,10 +254,10 @@ class Recording:
             self._log.say(row)
 
     def record_code(self) -> None:
-        """Write, on rank 0 of a run, digests of what has been imported, once the first step was taken."""
+        """Write, on rank 0 of a run, what it keeps of the code that it has imported, once the first step was taken."""
         if self._log and self._logging and rank_log.rank() == 0:
             with contextlib.suppress(OSError):
-                run_directory.write_json(self._log.path.parent / run_directory.ENVIRONMENT, {"code": imported_code()})
+                run_directory.write_json(self._log.path.parent / run_directory.ENVIRONMENT, code_record(imported_sources()))
 
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`."""

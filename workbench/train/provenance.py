@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.core import run_directory
-from workbench.core.package import imported_sources
+from workbench.core.package import code_record, imported_sources
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.runs.errors import is_out_of_memory
 from workbench.runs.spec import IMPLEMENTATIONS
@@ -61,7 +61,7 @@ def record(run_dir: Path, trainer: Trainer, first_batch: Any, *, resumed: bool) 
             data = run_directory.read_json(path).get("data", data)
     with contextlib.suppress(OSError):
         run_directory.write_json(
-            path, {**environment(trainer.ranks.device), "code": code_identity(trainer.task, trainer.spec.schedule), "data": data}
+            path, {**environment(trainer.ranks.device), **code_record(_code(trainer.task, trainer.spec.schedule)), "data": data}
         )
 
 
@@ -102,13 +102,8 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def code_identity(task: Task, schedule: str) -> dict[str, str]:
-    """A digest of each file that defines a function of the task, or the schedule if it is the user's own, and of what they import."""
-    return {name: _digest(text) for name, text in _code(task, schedule).items()}
-
-
 def code_parts(task: Task, schedule: str) -> dict[str, str]:
-    """A digest of each function and class of these files, and of the rest; comments and layout do not count."""
+    """A digest of each function and class of the files of `_code`, and of the rest; comments and layout do not count."""
     parts = defaultdict[str, str](str, python=platform.python_version())  # which decides how a tree is written
     for file, text in _code(task, schedule).items():
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
@@ -128,7 +123,7 @@ def code_changes(was: Any, now: Mapping[str, str]) -> str:
 
 
 def _code(task: Task, schedule: str) -> dict[str, bytes]:
-    """The content of these files by name."""
+    """The content of each file that defines a function of the task, or the schedule if it is the user's own, and of what they import."""
     files = imported_sources()
     own = imported("schedule", schedule) if is_own_schedule(schedule) else None
     for function in (task.model, task.dataset, task.loss, task.optimizer, task.collate, task.evaluate, task.validation, own):

@@ -28,6 +28,8 @@ KINDS: Mapping[str, str] = {
     "not run": "only what was recorded is compared",
 }
 """Kind of verdict → what it means."""
+UNRECORDED = "a file that the code reads"
+"""What no run records and may always differ. Of the data of a task, attributes and the first samples are recorded."""
 _WORDS, _ROWS = 120, 12
 
 
@@ -79,6 +81,8 @@ class WhatChanged(display.Shown, JsonDataclass):
     """Files in which the code differs, each with the line if it is one; the first few are enough to read."""
     left_over: tuple[str, ...] = ()
     """What differed between the runs, and does not between the trainings of today, though nobody tried it: it could not be put back."""
+    not_recorded: tuple[str, ...] = ()
+    """What the two runs did not record, though runs can: it may differ."""
     steps: int = 0
     """Steps of each training."""
     statistic: str = ""
@@ -140,7 +144,7 @@ class WhatChanged(display.Shown, JsonDataclass):
             brought = f" With it {'comes' if len(comes) == 1 else 'come'} {_list(comes)}." if comes else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
                 cause = f" in trainings of {self.steps} steps, which may end differently from the recorded ones"
-                cause = ", and the machine was in another state when A or B ran" if self.of == "time" else cause
+                cause = ", and the machine, or what was not recorded, was another when A or B ran" if self.of == "time" else cause
                 return (
                     f"{said} as recorded, but today's trainings, by turns on one machine, show the contrary: run A's {what} with "
                     f"{_list(self.owner)} is {_ends(today)} that without. So {_list(self.owner)} {'raise' if today.mid > 1 else 'lower'}"
@@ -152,14 +156,10 @@ class WhatChanged(display.Shown, JsonDataclass):
                 said = f"What was recorded leaves open whether run B's {what} is another ({_ends(self.ratio)}); today's trainings do not"
             return f"{said}, and {_list(self.owner)} {many} the reason{alone}{seen}.{because}{brought}"
         if self.kind == "still":
-            cause = f"either {_list(self.left_over)}, which could not be put back, or the machine" if self.left_over else "the machine"
-            return f"{said}, and the reason is {cause}: {self._like('as run B was')} ({self._now}){self._alike}."
-        when = "B" if self.ratio.mid > 1 else "A"
+            return f"{said}, and the reason is {self._suspects('')}: {self._like('as run B was')} ({self._now}){self._alike}."
         if self.kind == "over":
-            return (
-                f"{said}, and the reason is the machine, as it was while {when} ran: {self._like('as it was itself')} "
-                f"({self._now}){self._alike}."
-            )
+            suspects = self._suspects(f" as it was while {'B' if self.ratio.mid > 1 else 'A'} ran")
+            return f"{said}, and the reason is {suspects}: {self._like('as it was itself')} ({self._now}){self._alike}."
         code = tuple(each.name for each in self.differences if each.section == "code")
         more = (
             f"they differ in the code of {_list(code)}; " * bool(code)
@@ -180,6 +180,12 @@ class WhatChanged(display.Shown, JsonDataclass):
     @property
     def _notes(self) -> list[str]:
         return [*[f"the code differs in {', '.join(self.code)}"] * (bool(self.code) and not self._said), *self.notes]
+
+    def _suspects(self, when: str) -> str:
+        """What may be the reason where nothing that was put back is; `when` says which state of the machine is meant."""
+        could_not = f"{_list(self.left_over)}, which could not be put back, " if self.left_over else ""
+        missing = _list((*self.not_recorded, UNRECORDED), "or")
+        return f"{could_not}{'or ' * bool(could_not)}the machine{when}, or something that was not recorded, such as {missing}"
 
     @property
     def _alike(self) -> str:
@@ -298,5 +304,5 @@ def over(ratio: float) -> str:
     return f"{ratio:.3f}×" if abs(ratio - 1) < 0.1 else units.times(ratio)
 
 
-def _list(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
+def _list(names: tuple[str, ...], last: str = "and") -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else ""

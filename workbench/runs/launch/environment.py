@@ -17,6 +17,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.package import ROOT
+from workbench.core.variables import INHERITED
 from workbench.runs import flight_recorder
 from workbench.runs.entrypoints import START, TORCHRUN
 from workbench.runs.launch.rendezvous import HERE
@@ -29,13 +30,6 @@ SHUTDOWN, SHUTDOWN_WITH_CHECKPOINT = 4, 25
 Slurm kills 30 s after SIGTERM unless its KillWait is another.
 """
 
-_INHERITED = re.compile(
-    r"(PET_|TORCHELASTIC_|TORCH_ELASTIC_|WORKBENCH_(RUN|WATCH)|OMPI_|PMI_|PMIX_|JPY_|PYDEVD_).*"
-    r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID)"
-    r"|MPLBACKEND|FORCE_COLOR|CLICOLOR_FORCE"
-)
-"""Variables of the launching process that would lead a run astray. Every option of torchrun is also a variable PET_<OPTION>, and an
-inherited PET_NNODES=2 makes it wait for ever; an outer torchrun or Slurm step leaves ranks; a kernel leaves its inline MPLBACKEND."""
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**30)}
 
 
@@ -100,7 +94,7 @@ def for_ranks(
     }
     if "workbench" not in versions():  # imported from a checkout by way of sys.path, which the ranks do not share
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(ROOT.parent.resolve())]))
-    removed = sorted(name for name in environ if _INHERITED.fullmatch(name))
+    removed = sorted(name for name in environ if INHERITED.fullmatch(name))
     kept = {name: value for name, value in environ.items() if name not in removed}
     return kept | ours, ours, removed
 
@@ -112,39 +106,6 @@ def asked_of_launch(spec: Mapping[str, Any], info: Mapping[str, Any]) -> dict[st
     alarm = given.get(run_directory.ENV_ALARM) if isinstance(given, Mapping) else None
     more = {run_directory.ENV_ALARM: str(alarm)} if alarm in run_directory.ALARMS else {}
     return more | (DETERMINISTIC if spec.get("deterministic") else {})
-
-
-_KEPT = re.compile(
-    r"(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|NUMEXPR|DNNL|ONEDNN|ATEN|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA|NCCL|RCCL"
-    r"|HIP|ROCR|HSA|MIOPEN|GLOO|TP|UCX|FI|MALLOC|GLIBC|LD|PYTHON|HF|TRANSFORMERS|TOKENIZERS|DATASETS|XLA|NUMBA|TF)(_.*)?|PYTHON.+|GLIBC_TUNABLES"
-)
-"""Variables that libraries of a training read, by the word they begin with."""
-_SECRET = re.compile(
-    r".*(^|_)(TOKENS?|KEYS?|SECRET|PASS|PASSWORD|PASSWD|PWD|PASSPHRASE|PAT|CREDS?|CREDENTIALS?|AUTH|COOKIE|DSN)(_|$).*"
-    r"|.*(PASSWORD|SECRET|APIKEY).*"
-)
-_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-_NAMED = re.compile(r"""["']([A-Z][A-Z0-9_]{2,63})["']""")
-_LONGEST = 2000
-_NOT_KEPT = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"}
-"""What each launch sets."""
-
-
-def is_kept(name: str, source: str = "") -> bool:
-    """Is it a variable whose value a run keeps: one that libraries of a training read, or that `source` names, and no secret?
-
-    >>> is_kept("NCCL_ALGO"), is_kept("HF_TOKEN"), is_kept("TOKENIZERS_PARALLELISM"), is_kept("DATA_DIR", "os.environ['DATA_DIR']")
-    (True, False, True, True)
-    """
-    if name in _NOT_KEPT or _SECRET.fullmatch(name) or _INHERITED.fullmatch(name):
-        return False
-    return bool(_KEPT.fullmatch(name)) or name in _NAMED.findall(source)
-
-
-def kept_variables(environ: Mapping[str, str], source: str) -> dict[str, str]:
-    """The variables of an environment that a run keeps, by name: see `is_kept`. PYTHONPATH is always among them, empty if it is not set."""
-    kept = {name: value[:_LONGEST] for name, value in sorted(environ.items()) if is_kept(name, source) and not _WITH_PASSWORD.search(value)}
-    return {"PYTHONPATH": ""} | kept
 
 
 def source_of(spec: Spec, folder: Path) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.variables import kept_variables
 from workbench.runs import entrypoints
 from workbench.runs.guards import guards
 from workbench.runs.launch import environment
@@ -181,7 +182,7 @@ class NewRun:
             "on_hang": on_hang,
             "cwd": str(folder),
             "environment": {"set": added, "removed": removed},
-            "variables": environment.kept_variables(inherited, environment.source_of(spec, folder)),
+            "variables": kept_variables(inherited, environment.source_of(spec, folder)),
             "machine": environment.machine_state(),
             "versions": environment.versions(),
             "git": git.answer(GIT_PATIENCE),
