@@ -124,11 +124,7 @@ def check(given: argparse.Namespace) -> int:
 def compare(given: argparse.Namespace) -> int:
     """Set runs side by side; returns the exit status."""
     compared = workbench.compare(*map(Run.load, given.runs))
-    facts = [
-        {"run": str(run.path), "differs": label, "step": step, "samples_per_sec": run.samples_per_sec, "speedup": speedup}
-        for run, label, step, speedup in zip(compared.runs, compared.labels, compared.seconds(), compared.speedups, strict=True)
-    ]
-    show(facts if given.json else compared, given)
+    show(compared.facts() if given.json else compared, given)
     if given.differences and not given.json:
         print(f"\n{compared.differences}")
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from tests.conftest import HandMade
+from tests.conftest import STEP, HandMade
 from workbench.core import run_directory
 from workbench.runs.compare import compare
 from workbench.runs.failure import RunError
@@ -394,6 +394,46 @@ def test_before_and_after(by_hand: Make) -> None:
     after.steps(0, rank=1)  # a rank that has only begun does not spoil the figures of the others
     assert found.seconds("forward") == pytest.approx([0.01, 0.01])
     assert list(found.to_frame()["speedup"]) == pytest.approx(found.speedups)
+
+
+def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -> None:
+    """Two runs of one program were shown with 1.04×, and nothing said that their own steps vary by more."""
+    chance = random.Random(1)
+
+    def steps(made: HandMade, forward: float, spread: float) -> Run:
+        made.steps(0)
+        for i in range(60):
+            write(made, i, forward * math.exp(chance.gauss(0, spread)))
+        return Run.load(made.ended("finished").path)
+
+    def write(made: HandMade, step: int, forward: float) -> None:
+        with (made.path / run_directory.rank_file(0)).open("a") as file:
+            file.write(json.dumps({"step": step, **STEP, "forward": forward}) + "\n")
+
+    base, equal, faster = steps(by_hand(), 0.1, 0.2), steps(by_hand(), 0.1, 0.2), steps(by_hand(), 0.02, 0.2)
+    found = compare(base, equal, faster)
+    assert found.within_noise == [None, True, False]
+    assert found.ranges[0] is None
+    assert found.ranges[1] is not None
+    assert 1 in found.ranges[1]
+    assert found.ranges[2] is not None
+    assert found.ranges[2].low > 1.5
+    assert found.table.rows[0][-1] == "–"
+    assert found.table.rows[1][-1].endswith("×, within noise")
+    assert found.table.rows[2][-1].endswith("×")
+    assert "as in workbench what-changed" in str(found)
+    frame = found.to_frame()
+    assert list(frame["within_noise"]) == [None, True, False]
+    assert frame["low"][2] == found.ranges[2].low
+    facts = json.loads(json.dumps(found.facts()))
+    assert [fact["within_noise"] for fact in facts] == [None, True, False]
+    assert facts[2]["range"] == pytest.approx(found.ranges[2].to_list())
+    change = wb.what_changed(base, faster, rerun=False)
+    assert found.ranges[2].high == pytest.approx(1 / change.ratio.low)
+    short = compare(Run.load(by_hand().steps(8).ended("finished").path), base)
+    assert short.within_noise == [None, None]
+    assert short.table.rows[1][-1] == "too few steps to tell"
+    assert short.facts()[1]["range"] is None
 
 
 def test_a_run_that_did_not_finish_is_compared_with_a_note(by_hand: Make) -> None:

@@ -17,6 +17,7 @@ HOMES = {
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
     "begin_with_dcp": "workbench.train.dcp:begin_with",
     "differences": "workbench.train.saved_entries:differences",
+    "change_in_time": "workbench.diagnosis.rerun:change_in_time",
     "entries_of": "workbench.train.saved_entries:entries_of",
     "KNOBS": "workbench.runs.spec:KNOBS",
     "flops_per_sample": "workbench.cluster.read_model:flops_per_sample",

@@ -27,7 +27,20 @@ from workbench.diagnosis.analysis.owner_search import (
     trainings_to_go,
 )
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
-from workbench.diagnosis.rerun import FEWEST, QUICK, Arm, Code, Measured, RerunError, Reruns, launch_seconds, measured, steps_of
+from workbench.diagnosis.rerun import (
+    FEWEST,
+    LEAST,
+    QUICK,
+    Arm,
+    Code,
+    Measured,
+    RerunError,
+    Reruns,
+    launch_seconds,
+    measured,
+    steps_of,
+    within_noise,
+)
 from workbench.diagnosis.swaps import Swaps, brought, load_note, lost, swaps_of
 from workbench.runs.launch import worktrees
 from workbench.runs.launch.launch import check
@@ -45,9 +58,6 @@ BISECT_BUDGET = 1800.0
 trained several times, by turns with the good one. So it says beforehand how many that are, and what is known when it is stopped."""
 SPARE = 1.3
 """How much more than the trainings that a simulated search needs a budget is to pay for: they vary."""
-LEAST = 0.01
-"""The smallest change that trainings are made for, where what was recorded shows it or leaves it open. Chosen: it would take dozens of
-launches on a quiet machine."""
 Measure = Callable[[Changes], float]
 """Makes a short training with some differences and says what it gave.
 
@@ -111,7 +121,7 @@ def what_changed(
         "notes": (*swaps.notes, *([what.words(runs)] if of == "time" else []), *([load_note(runs)] if of == "time" and not rerun else [])),
     }
     change, least = result["change"], LEAST if of == "time" else LEAST / 10
-    if max(change.high, -change.low) < least or ((0 in change or abs(change.mid) < least) and not (rerun and own and swaps.changes)):
+    if max(change.high, -change.low) < least or (within_noise(change, least) and not (rerun and own and swaps.changes)):
         return WhatChanged(**result, kind="nothing")
     if not rerun:
         return WhatChanged(**result, why="" if own else "another user's runs are not repeated")

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from workbench.core import units
 from workbench.core.progress import BudgetError
+from workbench.core.statistics import Interval
 from workbench.core.variables import kept_variables, named_variables
 from workbench.diagnosis.analysis.owner_search import recorded_change
 from workbench.runs.budgets import QUANTITIES
@@ -39,6 +40,9 @@ processes that want them the mean of 150 steps varied by 20 % from launch to lau
 CLEAR, SURE, FEW_BLOCKS = 0.03, 3, 4
 """A change of a value is beyond noise from so much on, and so many standard errors of the blocks' mean, of so many blocks at least. Chosen:
 launches of a program differ by 3 %."""
+LEAST = 0.01
+"""The smallest change that trainings are made for, where what was recorded shows it or leaves it open. Chosen: it would take dozens of
+launches on a quiet machine."""
 SHORTEST = 0.1
 """Seconds that a training gets where nothing is left of the budget."""
 HALF = 0.5
@@ -343,10 +347,32 @@ def _change(what: Measured, runs: Sequence[Run]) -> tuple[float, bool]:
     return change.mid, known and abs(change.mid) > max(CLEAR, SURE * (change.high - change.mid) / 2)
 
 
+def within_noise(change: Interval, least: float = LEAST) -> bool:
+    """Does a log ratio of recorded values not differ from 0 by more than the steps of the runs themselves vary, or by less than `least`?"""
+    return 0 in change or abs(change.mid) < least
+
+
+def change_in_time(runs: Sequence[Run]) -> tuple[Interval, bool, str] | None:
+    """How many times as fast the second of two recorded runs was as the first, as `what_changed` sees it.
+
+    Returns:
+        The ratio with the interval that blocks of their steps leave open, whether it is within their noise, and of which statistic of their
+        steps it is; None = one of them has too few steps for four blocks.
+    """
+    what = measured(runs, "time")
+    blocks = what.blocks(runs[0]), what.blocks(runs[1])
+    if min(map(len, blocks)) < FEW_BLOCKS:
+        return None
+    change = recorded_change((what.value(runs[0]), what.value(runs[1])), blocks)
+    return change.of(lambda log: math.exp(-log)), within_noise(change), f"{what.statistic} per {what.per}"
+
+
 def step_times(run: Run) -> list[float]:
     """Seconds of each step of the slowest rank, without its warm-up."""
-    slowest = max((timeline for timeline in run.timelines if timeline.count), key=lambda timeline: timeline.mean(), default=None)
-    return [step.seconds for step in slowest.steps[-slowest.count :]] if slowest else []
+    means = run.rank_means  # much faster to read than all timelines
+    slowest = max((place for place, rank in enumerate(means) if rank.count), key=lambda place: means[place].mean(), default=None)
+    timeline = None if slowest is None else run.timelines[slowest]
+    return [step.seconds for step in timeline.steps[-timeline.count :]] if timeline else []
 
 
 def samples_per_step(run: Run) -> float:

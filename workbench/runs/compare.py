@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.core import run_directory, units
+from workbench.core import late, run_directory, units
 from workbench.core.display import table as display
 from workbench.core.run_directory import METRIC_KEYS, DamagedRunError, short
+from workbench.core.statistics import Interval
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
 from workbench.runs.rows import busy_note
@@ -49,6 +50,26 @@ class Comparison(display.Shown):
         return [run.samples_per_sec / base for run in self.runs]
 
     @property
+    def _changes(self) -> list[tuple[Interval, bool, str] | None]:
+        """Of each run, its `change_in_time` against the baseline."""
+        return [None, *(late.load("change_in_time")((self.runs[0], run)) for run in self.runs[1:])]
+
+    @property
+    def ranges(self) -> list[Interval | None]:
+        """How many times as fast each run was as the baseline, with the interval that their own steps leave open; None = the baseline
+        itself, or too few steps.
+
+        As in `wb.what_changed`, it is of the mean of the steps, or of their 25 % quantile where that shows as much, since other processes
+        disturb it least. So it may lie beside the speedup, which is of the mean.
+        """
+        return [change and change[0] for change in self._changes]
+
+    @property
+    def within_noise(self) -> list[bool | None]:
+        """Does each run differ from the baseline by no more than their own steps vary, or by less than 1 %? None as in `ranges`."""
+        return [change and change[1] for change in self._changes]
+
+    @property
     def speedup(self) -> float:
         """Throughput of the last run over that of the baseline."""
         return self.speedups[-1]
@@ -56,11 +77,12 @@ class Comparison(display.Shown):
     @property
     def table(self) -> display.Table:
         """One row per run."""
+        changes = self._changes
         waits, computing = (self._sums(phases) for phases in (("data_wait",), ("forward", "backward", "optimizer")))
         rows = [
-            [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up)]
-            for label, step, wait, computes, run, up in zip(
-                self.labels, self.seconds(), waits, computing, self.runs, self.speedups, strict=True
+            [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up), left_open]
+            for label, step, wait, computes, run, up, left_open in zip(
+                self.labels, self.seconds(), waits, computing, self.runs, self.speedups, map(_range_as_text, changes), strict=True
             )
         ]
         note = (
@@ -68,8 +90,14 @@ class Comparison(display.Shown):
             "step is the mean after the warm-up, of which forward, backward and optimizer compute, and the speedup is its throughput over "
             "that of the first run"
         )
+        if statistics := dict.fromkeys(change[2] for change in changes if change):
+            note += (
+                f"; the range is what the runs' own steps leave open of the {' or the '.join(statistics)}, as in workbench what-changed, "
+                "and two launches of one program may differ by more"
+            )
+        rows[0][-1] = units.MISSING
         return display.Table(
-            columns=("run", "step", "waits for data", "computes", "throughput", "speedup"),
+            columns=("run", "step", "waits for data", "computes", "throughput", "speedup", "range"),
             rows=rows,
             title="Before and after",
             note="\n".join((note, *self.notes)),
@@ -98,19 +126,51 @@ class Comparison(display.Shown):
         return notes
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per run: seconds per phase, samples per second, speedup."""
+        """A DataFrame with one row per run: seconds per phase, samples per second, speedup, the ends of its range, whether it is noise."""
         columns = {phase: self.seconds(phase) for phase in PHASES}
         return display.frame(
             [
-                {"run": label, **{p: values[i] for p, values in columns.items()}, "samples_per_sec": run.samples_per_sec, "speedup": up}
-                for i, (label, run, up) in enumerate(zip(self.labels, self.runs, self.speedups, strict=True))
+                {
+                    "run": label,
+                    **{p: values[i] for p, values in columns.items()},
+                    "samples_per_sec": run.samples_per_sec,
+                    "speedup": up,
+                    "low": known.low if known else math.nan,
+                    "high": known.high if known else math.nan,
+                    "within_noise": noise,
+                }
+                for i, (label, run, up, known, noise) in enumerate(
+                    zip(self.labels, self.runs, self.speedups, self.ranges, self.within_noise, strict=True)
+                )
             ]
         )
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The same as plain JSON values, with the step instead of its phases: `range` is [low, mid, high] of `ranges`."""
+        each = zip(self.runs, self.labels, self.seconds(), self.speedups, self.ranges, self.within_noise, strict=True)
+        return [
+            {
+                "run": str(run.path),
+                "differs": label,
+                "step": step,
+                "samples_per_sec": run.samples_per_sec,
+                "speedup": speedup,
+                "range": known and known.to_list(),
+                "within_noise": noise,
+            }
+            for run, label, step, speedup, known, noise in each
+        ]
 
     plot = display.plot_method("compare")
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(self.labels)})"
+
+
+def _range_as_text(change: tuple[Interval, bool, str] | None) -> str:
+    if change is None:
+        return "too few steps to tell"
+    return f"{units.times(change[0].low)} … {units.times(change[0].high)}{', within noise' * change[1]}"
 
 
 def word(value: object) -> str:

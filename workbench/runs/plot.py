@@ -62,7 +62,11 @@ def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
     """
     comparison = result if isinstance(result, Comparison) else compared(*result)
     means = zip(*(comparison.seconds(phase) for phase in PHASES), strict=True)
-    ups = ["baseline", *(units.times(up) for up in comparison.speedups[1:])]
+    ups = [
+        f"{units.times(up)}{' (within noise)' if noise else ''}"
+        for up, noise in zip(comparison.speedups, comparison.within_noise, strict=True)
+    ]
+    ups[0] = "baseline"
     ends = [f"{up}  ·  {units.rate(run.samples_per_sec)}" for run, up in zip(comparison.runs, ups, strict=True)]
     labels = [label.replace(", ", ",\n") for label in comparison.labels]
     bars = [Bar(label=label, pieces=mean, end=end) for label, mean, end in zip(labels, means, ends, strict=True)]
