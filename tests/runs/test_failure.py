@@ -583,6 +583,7 @@ def test_a_rank_that_left_early_without_an_error(run_dir: Path) -> None:
     rank, kind, message = first(run_dir, failed(r1=1.5, r0=2.1))
     assert (rank, kind) == (1, "exit")
     assert message.startswith("ended without an error while others still needed it: rank 0 got RuntimeError: [gloo")
+    assert first(run_dir, failed(r1=2.05, r0=2.1))[0] == 1  # the guard saw it after rank 0 had got its error
     assert first(run_dir, failed(r1=2.5, r0=2.1))[0] == 0
 
 

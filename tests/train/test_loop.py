@@ -1,15 +1,24 @@
 """What the loop writes down: the first step whose loss is not finite, and seconds that go on when the run does."""
 
+import itertools
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests import toy_tasks
+from tests.train.test_checkpoints import train
 from workbench.core import run_directory
 from workbench.runs.rows import check_metric
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import TaskError
 from workbench.train.loop import LOOK_EVERY, FirstNotFinite, Metrics
+from workbench.train.ranks import Ranks
 
 
 def test_notes_the_first_bad_step_and_the_weights_that_are_bad_by_then_and_a_sound_training_notes_nothing() -> None:
@@ -58,3 +67,23 @@ def test_the_seconds_of_a_run_that_goes_on_behind_an_evaluation_go_on_as_well(tm
     metrics.flush()
     metrics.close()
     assert run_directory.LineTail(path).read()[-1]["seconds"] >= 100.0
+
+
+@pytest.mark.parametrize(("code", "error"), [(None, TaskError), (0, TaskError), (3, SystemExit)])
+def test_a_task_that_leaves_before_the_last_step_has_failed(
+    alone: Ranks, tmp_path: Path, code: int | None, error: type[BaseException]
+) -> None:
+    """A clean exit would be taken for the end of the training."""
+    steps = itertools.count(1)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if next(steps) == 3:
+            sys.exit(code)
+        return toy_tasks.squared_error(model, batch)
+
+    spec = RunSpec(task="toy", device="cpu", micro_batch=8, steps=6)
+    with pytest.raises(error) as caught:
+        train(spec, toy_tasks.numbers(loss=loss), alone, tmp_path)
+    assert caught.traceback[-1].name == "loss"  # where it left
+    if error is TaskError:
+        assert re.match(r"the training was ended before its last step by sys\.exit\(0?\)\. .* stop_when=", str(caught.value))

@@ -204,11 +204,15 @@ def _from_death(failure: Failure, code: int, time_ns: int | None, late: float, f
 
 
 def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[_Suspect]:
-    """Ranks that ended without an error before others failed because they were gone."""
+    """Ranks that ended without an error before others failed because they were gone.
+
+    The guard may see such an end after the other has raised its error, but before that one has ended: torchrun has ended none until then.
+    """
     victim = min((suspect for suspect in suspects if suspect.tier == 2), key=lambda suspect: suspect.time_ns, default=None)
     if victim is None or any(suspect.tier < 2 for suspect in suspects):
         return []
     blamed = {suspect.failure.rank for suspect in suspects}
+    until = max(victim.time_ns, deaths.get(victim.failure.rank if victim.failure.rank is not None else -1, 0))
     message = f"ended without an error while others still needed it: rank {victim.failure.rank} got {victim.failure.message}"
     return [
         _Suspect(
@@ -217,7 +221,7 @@ def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[
             failure=Failure(rank=rank, kind="exit", message=message, traceback=victim.failure.traceback, hint=_SAME_BRANCHES),
         )
         for rank, time_ns in deaths.items()
-        if rank not in blamed and time_ns < victim.time_ns
+        if rank not in blamed and time_ns < until
     ]
 
 
@@ -241,7 +245,7 @@ def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failu
     )
 
 
-_SAME_BRANCHES = "All ranks must take the same number of steps: do they all get as many batches?"
+_SAME_BRANCHES = "All ranks must take the same number of steps: do they all get as many batches, and does none call sys.exit or os._exit?"
 
 
 _WAITED = (

@@ -55,6 +55,22 @@ class GradientLog(Protocol):
         """Write the rest."""
 
 
+@contextlib.contextmanager
+def refusing_exit() -> Iterator[None]:
+    """Inside, `sys.exit()` with status 0 is an error: the process would end as one that has trained to its end."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        text = (
+            f"the training was ended before its last step by sys.exit({'' if error.code is None else error.code}). To end one early, "
+            'launch it with stop_when=, such as stop_when="validation_loss(patience=3)"'
+        )
+        raise TaskError(text).with_traceback(error.__traceback__) from None
+
+
+@refusing_exit()
 def train(
     spec: RunSpec,
     task: Task,
@@ -81,7 +97,7 @@ def train(
         The trained module, without its DDP wrapper; this rank's part of it where the spec shares or splits it.
 
     Raises:
-        TaskError: the task's functions do not return what they should.
+        TaskError: the task's functions do not return what they should, or they call `sys.exit()`.
         SpecError: a knob does not fit this machine or this task, or a micro_batch could not be chosen.
         DiskFullError: the steps or the report could not be written.
         DamagedRunError: the run is to be resumed, and none of its checkpoints can be read.
