@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from workbench.core import units
-from workbench.core.checks import did_you_mean
+from workbench.core.checks import nearest
 from workbench.core.display import table as display
 
 MARGIN = 0.05
@@ -73,10 +73,11 @@ class Device(display.Shown):
         names = [device.name for device in DEVICES]
         alike = [*names, *(alias for device in DEVICES for alias in device.aliases)]
         numbers = set(re.findall(r"\d{4,}", name))
-        numbered = [f"{known!r}" for known in names if numbers & set(re.findall(r"\d{4,}", known))]  # A4090: RTX-4090
-        near = f"did you mean {' or '.join(numbered)}? " if numbered else did_you_mean(name.upper(), alike, cutoff=0.5)
-        series = re.search(r"'([A-Z]+)", near)
-        kin = [device for device in DEVICES if series and re.match(rf"{series[1]}(?![A-Z])", device.name)]
+        meant = [known for known in names if numbers & set(re.findall(r"\d{4,}", known))]  # A4090: RTX-4090
+        meant = meant or list(filter(None, [nearest(name.upper(), alike, cutoff=0.5)]))
+        near = f"did you mean {' or '.join(map(repr, meant))}? " if meant else ""
+        series = re.match("[A-Z]+", meant[0]) if meant else None
+        kin = [device for device in DEVICES if series and re.match(rf"{series[0]}(?![A-Z])", device.name)]
         known = f"{'Known' if near else 'known'}{' GPUs of that series' if kin else ''} are {', '.join(map(_sized, kin or DEVICES))}"
         error = ValueError(f"unknown device {name!r}: {near}{known}")
         error.add_note(  # the command line, which cannot, prints no notes of a ValueError

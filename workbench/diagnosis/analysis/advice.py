@@ -115,6 +115,8 @@ class Advice:
     model: StepModel
     spec: Spec | None = None
     """What was diagnosed, if it was a spec or a run."""
+    names_gain: bool = True
+    """Does the text say what the recommended remedy is predicted to gain? False = that stands beside it."""
 
     @property
     def text(self) -> str:
@@ -194,7 +196,8 @@ class Advice:
             )
         more = max(others, key=gain_of, default=best)
         also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
-        return f"{best.advice}{how} Predicted: {best.gain}.{costs}{also}"
+        predicted = f" Predicted: {best.gain}." if self.names_gain else ""
+        return f"{best.advice}{how}{predicted}{costs}{also}"
 
     @property
     def _without_remedies(self) -> str:

@@ -268,11 +268,11 @@ class Diagnosis(JsonDataclass):
     @property
     def _summary(self) -> list[tuple[str, str]]:
         """The lines of the summary, each with its name; the verdict has none."""
-        best, todo = self._advice.recommended, self.next
+        best = self._advice.recommended
+        todo = dataclasses.replace(self._advice, names_gain=best is None).text
         lines = [("", "")]
         if best:
             lines.append(("Predicted gain", f"{best.gain} with {best.name}"))
-            todo = todo.replace(f" Predicted: {best.gain}.", "", 1)
         if self.doubt:
             lines.insert(0 if void_notes(self.evidence) else len(lines), ("Doubt", self.doubt))
         return [*lines, ("Why", self.why), ("Next", todo)]
