@@ -19,6 +19,7 @@ from workbench.core.brief import BRIEF_BYTES
 from workbench.diagnosis.analysis.sanity import CAUSES, CHECKS, Check, SanityReport
 from workbench.diagnosis.measure import sanity
 from workbench.diagnosis.measure.checked_training import Unjudged, observe, of_task
+from workbench.diagnosis.measure.sanity_learning import label_alignment
 
 CLASSES, WIDTH = 4, 6
 
@@ -259,7 +260,7 @@ def test_too_few_steps_have_a_remedy() -> None:
     made = task()
     training = of_task(made, wb.RunSpec(task="sound", device="cpu", optimizer=made.optimizer or "adamw"), ())
     with pytest.raises(Unjudged, match=r"3 steps are too few to tell: give a larger budget_s"):
-        sanity._label_alignment(training, observe(training), Impatient(), {})
+        label_alignment(training, observe(training), Impatient(), {})
 
 
 def test_a_brief_fits_into_2_kb_and_keeps_what_is_most_likely_the_cause() -> None:

@@ -32,6 +32,8 @@ CAUSES: Mapping[str, str] = {
     "sigmoid_before_logits_loss": "give binary_cross_entropy_with_logits the logits: it takes the sigmoid itself",
     "no_log_softmax": "nll_loss needs log-probabilities: use cross_entropy on the logits, or log_softmax before it",
     "sum_reduction": "return the mean over the batch (reduction='mean'): with a sum the learning rate depends on the batch size",
+    "negated_loss": "look for a minus sign: the loss is torch's, negated, and training makes the predictions worse",
+    "broadcast_targets": "give outputs and targets one shape, as by output.squeeze(1): each output is compared with each target",
     "wrong_reduction": "divide the loss by the number of its targets once: the value is that of the mean, divided again",
     "large_logits": "make the last layer's initial weights smaller: a fresh model should know nothing, not be sure of wrong answers",
     "dead_units": "look at the initial weights and biases of the layer before it (kaiming_normal_, bias 0), and at the inputs' scale",
@@ -40,15 +42,22 @@ CAUSES: Mapping[str, str] = {
     "unused": "the loss does not use the module: call it in forward, or remove it",
     "not_in_optimizer": "give the optimizer all parameters: model.parameters(), after the last layer was added",
     "zero_gradient": "the gradient is exactly zero in all steps: look for a saturated or clamped activation, or a factor of zero",
+    "cancelled_bias": "the loss does not depend on it, as a difference or a normalisation after it takes it away: bias=False does the same",
+    "same_units": "draw the initial weights at random: all units of the layer are the same, get the same gradient and stay the same",
+    "gradients_add_up": "call optimizer.zero_grad() in each step: each update uses the gradients of all earlier steps as well",
     "nonfinite_gradient": "look for sqrt, norm or log at 0 in the forward: their gradients are infinite there",
     "batch_leak": "look at view, reshape, softmax(dim=…), mean and norm in the module: one of them works along the batch's dimension",
     "random_in_eval": "pass training=self.training to functional dropout, and draw no random numbers in evaluation mode",
     "mode_not_restored": "call model.train() after an evaluation: dropout is off and batch norm is fixed in all steps that follow",
     "evaluates_in_train_mode": "call model.eval() in evaluate, not model.train()",
     "unequal_micro_batches": "micro-batches have different numbers of targets (padding, ignore_index): give a Task weight=, their number",
-    "batch_statistics": "the loss of a batch is not the mean of its samples' losses: accumulation is another training; keep accumulation=1",
+    "batch_statistics": "look for an operation along the batch in the loss; where it is meant (contrastive losses), keep accumulation=1",
     "learning_rate": "Adam learns these samples with another rate: choose one with wb.find_lr",
+    "target_scale": "normalise the targets to a mean near 0 and a deviation near 1: weights need very many steps to become so large",
     "does_not_overfit": "the model cannot fit a few samples: look at the loss, its targets and the shape of the outputs",
+    "constant_targets": "look at what the dataset returns: all targets are the same, and there is nothing to learn",
+    "targets_are_inputs": "move the targets by one token, model(x[:, :-1]) against x[:, 1:]: the model only has to copy its input",
+    "sees_its_targets": "use a causal mask (is_causal=True): the model reads the tokens that it is to predict",
     "labels_carry_nothing": "compare samples with their labels by eye: they are shuffled, shifted, or not those of these inputs",
     "error": "fix the error first",
 }
@@ -77,6 +86,11 @@ class Check(JsonDataclass):
     def advice(self) -> str:
         """What to do; "" = nothing."""
         return CAUSES.get(self.cause, "")
+
+
+def judged(figure: str, cause: str = "", place: str = "", *, sure: bool = True) -> Check:
+    """What a check has shown, without its name: failed if there is a cause, and only doubtful if the cause is not `sure`."""
+    return Check(name="", passed=not cause if sure or not cause else None, figure=figure, cause=cause, place=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,8 @@ class Training:
     notes: list[str] = field(default_factory=list)
     batch_size: int | None = None
     """Samples of a full batch; None = not known."""
+    accumulates: bool = False
+    """Whether its spec adds up the gradients of several micro-batches."""
 
 
 @dataclass
@@ -87,6 +89,10 @@ class Seen:
     """Ids of parameters with a gradient."""
     nonzero: set[int] = field(default_factory=set)
     nonfinite: set[int] = field(default_factory=set)
+    same_units: set[int] = field(default_factory=set)
+    """Ids of matrices whose rows are all equal after the steps."""
+    added_up: set[int] = field(default_factory=set)
+    """Ids of parameters whose gradient was that of all steps so far, as none was set to zero."""
 
 
 def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
@@ -146,7 +152,9 @@ def of_task(task: Task, spec: RunSpec, frozen: Sequence[str]) -> Training:
         loss=loss,
         evaluate=(lambda: evaluate_alone(task, model, task.validation and validation_data(task), FEW, device)) if task.evaluate else None,
         frozen=frozen,
+        notes=["The checks take the loss without label_smoothing."] if spec.label_smoothing else [],
         weight=(lambda batch: float(weight_of(task, batch))) if task.weight else None,
+        accumulates=spec.accumulation > 1,
     )
 
 
@@ -180,7 +188,49 @@ def loss_value(loss: Any) -> float:
         return math.nan
 
 
+class _Arrived:
+    """The gradients that backwards bring to a parameter, beside what it has as its gradient at an update."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._all = torch.zeros_like(weight)
+        self._since_update = torch.zeros_like(weight)
+        self._updates = 0
+        self._handle = weight.register_hook(self._arrives)  # type: ignore[no-untyped-call]
+
+    def _arrives(self, grad: Tensor) -> None:
+        if grad.layout == torch.strided:
+            self._all += grad
+            self._since_update += grad
+
+    def was_kept(self) -> bool:
+        """Whether the gradient at this update is the sum of all that ever arrived, and not that since the last update."""
+        grad = self.weight.grad
+        kept = False
+        if self._updates and grad is not None and grad.layout == torch.strided and (size := float(grad.norm())):
+            old, new = (float((grad - arrived).norm()) / size for arrived in (self._all, self._since_update))
+            kept = old < 1e-3 and new > 1e-2
+        self._updates += 1
+        self._since_update.zero_()
+        return kept
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _same_units(part: nn.Module) -> Iterator[Tensor]:
+    """Its matrices whose rows, one for each unit, are all equal."""
+    for weight in part.parameters(recurse=False) if not isinstance(part, nn.Embedding | nn.EmbeddingBag) else ():
+        if weight.ndim > 1 and len(weight) > 1 and bool((weight == weight[:1]).all()):
+            yield weight
+
+
 def observe(training: Training) -> Seen:
+    """Take the first steps, and watch them.
+
+    Raises:
+        ValueError: the loader gave no batch.
+    """
     seen = Seen(Watched(training.models), [], [])
 
     def note(weight: Tensor) -> None:
@@ -198,7 +248,14 @@ def observe(training: Training) -> Seen:
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         for weight in {id(weight): weight for weight in [*weights, *held]}.values():
             note(weight)
+        for one in arrived.get(id(optimizer), ()):
+            if one.was_kept():
+                seen.added_up.add(id(one.weight))
 
+    arrived = {
+        id(optimizer): [_Arrived(weight) for group in optimizer.param_groups for weight in group["params"][:1] if weight.requires_grad]
+        for optimizer in training.optimizers
+    }
     hook = register_optimizer_step_pre_hook(stepping)
     before = [(name, part, part.training) for model in training.models for name, part in model.named_modules()]
     try:
@@ -209,6 +266,9 @@ def observe(training: Training) -> Seen:
                 seen.modes += [name or type(part).__name__ for name, part, mode in before if part.training != mode and not seen.modes]
     finally:
         hook.remove()
+        for one in itertools.chain(*arrived.values()):
+            one.remove()
+    seen.same_units = {id(weight) for model in training.models for part in model.modules() for weight in _same_units(part)}
     if not seen.batches:
         raise ValueError("the loader gave no batch: is its dataset empty, or smaller than batch_size with drop_last=True?")
     return seen

@@ -2,22 +2,21 @@
 
 import contextlib
 import fnmatch
-import itertools
 import math
-import statistics
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.core import units
-from workbench.diagnosis.analysis.sanity import CHECKS, Check
-from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, loss_value, observe
-from workbench.diagnosis.measure.watched_forward import LossCall, Watched, module_outputs
-from workbench.harness.batches import bytes_of, map_tensors, tensors_of
+from workbench.diagnosis.analysis.sanity import CHECKS, Check, judged
+from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, observe
+from workbench.diagnosis.measure.sanity_learning import LARGE_RMS, label_alignment, overfitting
+from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, LossCall, Watched, module_outputs
+from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.discover import discover
 from workbench.harness.feed import Exhausted
 from workbench.harness.observe import uncompiled
@@ -25,16 +24,10 @@ from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
 from workbench.train.random_numbers import seed_all
 
-STEPS_BY_HEART, STEPS_WITH_LABELS = 200, 150
-"""Most steps with a few samples; most with true labels, and as many with shuffled ones."""
-LARGE_RMS = 30.0
-"""Root mean square of inputs from which on they are not normalised: bytes of pixels have 100 to 150, normalised values about 1."""
 DEAD = 0.5
 """Fraction of a layer's ReLUs that are never active. A fresh layer on normalised inputs has few."""
 COPIES = 0.25
 """Fraction of a batch's samples that are exact copies of others."""
-LEARNT = 0.2
-"""The loss that is left, as a fraction of the first, when samples are learnt by heart."""
 LEAK = 1e-4
 """Relative change of a sample's output from which on it depends on other samples; rounding changes it by 1e-6."""
 UNEQUAL = 1e-3
@@ -46,7 +39,8 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
     """Make the checks, one after the other, as long as there is time. The training is restored after each."""
     keep = SavedState(discover(training.step, *training.models, *training.optimizers))
     try:
-        with uncompiled():
+        with uncompiled(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using a target size")  # named as `broadcast_targets`
             line.say("the first steps")
             try:
                 seen = observe(training)
@@ -80,26 +74,21 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
-def _judged(figure: str, cause: str = "", place: str = "") -> Check:
-    """What a check has shown, which is failed if there is a cause. `check` gives it its name."""
-    return Check(name="", passed=not cause, figure=figure, cause=cause, place=place)
-
-
 def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     batches = [tensor for batch in seen.batches for tensor in tensors_of(batch)]
     values = [tensor.double() for tensor in batches if tensor.is_floating_point() and tensor.numel()]
     if not values:
-        return _judged("whole numbers")
+        return judged("whole numbers")
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in values)
     if bad:
-        return _judged(f"{bad} values are NaN or infinite in {len(seen.batches)} batches", "nonfinite_inputs")
+        return judged(f"{bad} values are NaN or infinite in {len(seen.batches)} batches", "nonfinite_inputs")
     given = tensors_of(seen.watched.root or ())
     fed = [tensor.double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
     rms = max(float(tensor.square().mean().sqrt()) for tensor in fed)
     spread = max(float(tensor.std()) if tensor.numel() > 1 else 0.0 for tensor in fed)
     figure = f"root mean square {rms:.3g}, deviation {spread:.3g}"
     cause = "input_scale" if rms > LARGE_RMS else "constant_inputs" if not spread and max(map(Tensor.numel, fed)) > 1 else ""
-    return _judged(figure, cause)
+    return judged(figure, cause)
 
 
 def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -111,7 +100,7 @@ def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Chec
             raise Unjudged("the samples of a batch are not told apart" if not tensors else "batches have fewer than 4 samples")
         distinct = {hash(tuple(_content(tensor[row]) for tensor in tensors if tensor[row].numel())) for row in range(count)}
         worst = max(worst, 1 - len(distinct) / count)
-    return _judged(f"{units.percent(worst)} of a batch are copies", "duplicate_samples" if worst > COPIES else "")
+    return judged(f"{units.percent(worst)} of a batch are copies", "duplicate_samples" if worst > COPIES else "")
 
 
 def _content(tensor: Tensor) -> bytes:
@@ -124,25 +113,33 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     if calls:
         call = calls[0]
         first, (low, high) = call.input.float(), (float(call.input.min()), float(call.input.max()))
-        if call.name == "cross_entropy" and first.ndim > 1 and 0 <= low <= high <= 1 and bool(((first.sum(1) - 1).abs() < 1e-3).all()):
-            return _judged(f"the logits lie in {low:.2g} … {high:.2g} and add up to 1", "softmax_before_cross_entropy")
+        if call.name == "cross_entropy" and first.ndim > 1 and 0 <= low <= high <= 1:
+            for dim, over in ((1, ""), (0, " over the batch, not over the classes")):
+                if bool(((first.sum(dim) - 1).abs() < 1e-3).all()):
+                    return judged(f"the logits lie in {low:.2g} … {high:.2g} and add up to 1{over}", "softmax_before_cross_entropy")
         if call.name == "nll_loss" and float(first.logsumexp(1).abs().max()) > 1e-2:
-            return _judged("what nll_loss is given are not log-probabilities", "no_log_softmax")
+            return judged("what nll_loss is given are not log-probabilities", "no_log_softmax")
         if call.name == "binary_cross_entropy_with_logits" and first.numel() > 8 and 0 < low <= high < 1:
-            return _judged(f"all logits lie in {low:.2g} … {high:.2g}", "sigmoid_before_logits_loss")
+            return judged(f"all logits lie in {low:.2g} … {high:.2g}", "sigmoid_before_logits_loss")
+        if call.name in ELEMENTWISE and call.input.shape != call.target.shape:
+            shapes = f"outputs of {list(call.input.shape)} and targets of {list(call.target.shape)}"
+            if math.prod(whole := (first - call.target.float()).shape) > max(first.numel(), call.target.numel()):
+                return judged(f"{call.name} is given {shapes}, and compares {list(whole)}", "broadcast_targets")
     if math.isinf(loss) or (math.isnan(loss) and training.loss is not None):
-        return _judged(f"the first loss is {loss}", "nonfinite_loss")
+        return judged(f"the first loss is {loss}", "nonfinite_loss")
     if math.isnan(loss):
         raise Unjudged("the step returns no loss: end step(batch) with `return loss`")
     one = calls[0] if calls and len(calls) % len(seen.batches) == 0 and len(calls) == len(seen.batches) else None
     if one is None:
         raise Unjudged(f"{loss:.3g}; what chance gives is known only of a loss with a single call of torch's losses")
-    mean, targets = _mean(one)
+    mean, targets = one.mean(), _targets(one)
     ratio = loss / mean if mean else math.nan
+    if min(abs(ratio + 1), abs(ratio / targets + 1)) < 0.01:
+        return judged(f"{loss:.4g}, and torch's {one.name} of the same outputs and targets is {mean:.4g}", "negated_loss")
     if targets > 1 and abs(ratio / targets - 1) < 0.01:
-        return _judged(f"{loss:.4g}, {ratio:.4g} times the mean of {targets} targets", "sum_reduction")
+        return judged(f"{loss:.4g}, {ratio:.4g} times the mean of {targets} targets", "sum_reduction")
     if targets > 1 and abs(ratio * targets - 1) < 0.01:
-        return _judged(f"{loss:.4g}, the mean {mean:.4g} divided by {targets} again", "wrong_reduction")
+        return judged(f"{loss:.4g}, the mean {mean:.4g} divided by {targets} again", "wrong_reduction")
     if one.name == "mse_loss" and one.input.shape == one.target.shape and one.target.ndim and len(one.target) > 1:
         return _beside_variance(mean, one.target.double())
     if one.name not in ("cross_entropy", "nll_loss") or one.input.ndim < 2:
@@ -150,10 +147,10 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     chance = math.log(one.input.shape[1])
     figure = f"{mean:.3f}, chance is ln({one.input.shape[1]}) = {chance:.3f}"
     if mean > 1.5 * chance + 1:
-        return _judged(figure, "large_logits")
+        return judged(figure, "large_logits")
     if mean < 0.5 * chance:
         raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the labels")
-    return _judged(figure)
+    return judged(figure)
 
 
 def _beside_variance(mean: float, targets: Tensor) -> Check:
@@ -164,22 +161,19 @@ def _beside_variance(mean: float, targets: Tensor) -> Check:
         raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the targets")
     if mean > 10 * variance:
         raise Unjudged(f"{figure}: normalise the targets, or make the last layer's initial weights smaller")
-    return _judged(figure)
+    return judged(figure)
 
 
-def _mean(call: LossCall) -> tuple[float, int]:
-    """The mean loss of a call of one of torch's losses, and over how many targets it goes."""
-    options = {name: value for name, value in call.options.items() if name not in ("reduction", "size_average", "reduce")}
-    function: Any = getattr(F, call.name)
-    value = float(function(call.input.float(), call.target, reduction="mean", **options))
-    ignored = options.get("ignore_index")
+def _targets(call: LossCall) -> int:
+    """Over how many targets a call of one of torch's losses goes."""
+    ignored = call.options.get("ignore_index")
     whole = call.target if call.name in ("cross_entropy", "nll_loss") else call.input
     count = whole.numel()
     if ignored is not None and not call.target.is_floating_point():
         count = int((call.target != ignored).sum())
     elif call.name == "cross_entropy" and call.target.is_floating_point():
         count = len(call.target)
-    return value, count
+    return count
 
 
 def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -189,32 +183,38 @@ def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     place, worst = max(dead.items(), key=lambda each: each[1])
     figure = f"{units.percent(worst)} of the units are never active" if worst else "each unit is active"
     failed = worst > DEAD
-    return _judged(figure, "dead_units" * failed, place * failed)
+    return judged(figure, "dead_units" * failed, place * failed)
 
 
 def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     faults: dict[str, list[str]] = {}
     held = {id(weight) for optimizer in training.optimizers for group in optimizer.param_groups for weight in group["params"]}
     count = 0
-    for model in training.models:
+    for number, model in enumerate(training.models):
+        which = f"model[{number}]." if len(training.models) > 1 else ""
         for path, part in model.named_modules():
             for name, weight in part.named_parameters(recurse=False):
                 full = f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
                 count += 1
-                if any(fnmatch.fnmatch(full, pattern) for pattern in training.frozen):
+                if any(fnmatch.fnmatch(each, pattern) for pattern in training.frozen for each in (full, which + full)):
                     continue
                 if cause := _fault(weight, part, seen, held):
-                    faults.setdefault(cause, []).append(full)
+                    faults.setdefault(cause, []).append(which + full)
     if not count:
         raise Unjudged("no model was found: give model=")
     if not faults:
-        return _judged(f"all {count} parameters get one")
-    order = ("nonfinite_gradient", "detached", "frozen", "unused", "zero_gradient", "not_in_optimizer")
+        return judged(f"all {count} parameters get one")
+    order = (
+        *("nonfinite_gradient", "gradients_add_up", "detached", "frozen", "unused", "zero_gradient", "not_in_optimizer", "same_units"),
+        "cancelled_bias",
+    )
     cause = min(faults, key=order.index)
     names = faults[cause]
+    if cause == "gradients_add_up":
+        return judged("the gradients at an update are those of all steps so far, added up", cause)
     figure = f"{len(names)} of {count} parameters" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
     place = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-    return _judged(figure.replace("_", " "), cause, place)
+    return judged(figure.replace("_", " "), cause, place, sure=cause != "cancelled_bias")
 
 
 def _fault(weight: Tensor, part: nn.Module, seen: Seen, held: set[int]) -> str:
@@ -225,8 +225,14 @@ def _fault(weight: Tensor, part: nn.Module, seen: Seen, held: set[int]) -> str:
     if id(weight) not in seen.got:
         return "detached" if id(part) in seen.watched.ran else "unused"
     if id(weight) not in seen.nonzero:
-        return "zero_gradient"
-    return "" if not held or id(weight) in held else "not_in_optimizer"
+        others = [other for name, other in part.named_parameters(recurse=False) if name != "bias"]
+        cancelled = weight is getattr(part, "bias", None) and any(id(other) in seen.nonzero for other in others)
+        return "cancelled_bias" if cancelled else "zero_gradient"
+    if id(weight) in seen.added_up:
+        return "gradients_add_up"
+    if held and id(weight) not in held:
+        return "not_in_optimizer"
+    return "same_units" if id(weight) in seen.same_units else ""
 
 
 def _rows(value: Any, count: int, sample: int) -> list[Tensor]:
@@ -309,8 +315,8 @@ def _batch_independence(training: Training, seen: Seen, line: Line, done: dict[s
     place, change = _first_change(before, after, LEAK)
     exception = f"; batch norm in {units.several(len(norms), 'module')} mixes samples in training mode, as it should" if norms else ""
     if change > LEAK:
-        return _judged(f"a sample's output changes by {change:.2g} of its size with the others{exception}", "batch_leak", place)
-    return _judged(f"changes by {change:.2g} of its size{exception}")
+        return judged(f"a sample's output changes by {change:.2g} of its size with the others{exception}", "batch_leak", place)
+    return judged(f"changes by {change:.2g} of its size{exception}")
 
 
 class _Enough(Exception):
@@ -319,14 +325,18 @@ class _Enough(Exception):
 
 def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     if seen.modes:
-        return _judged("after a step the mode is another one", "mode_not_restored", seen.modes[0])
+        return judged("after a step the mode is another one", "mode_not_restored", seen.modes[0])
     args, kwargs, _ = _inputs_of_model(training, seen, 5)
     model = training.models[0].eval()
-    before = _outputs(model, args, kwargs, 0, tensors_of)
+    with (watched := Watched([])):
+        before = _outputs(model, args, kwargs, 0, tensors_of)
     after = _outputs(model, args, kwargs, 1, tensors_of)
     place, change = _first_change(before, after, 1e-6)
     if change > 1e-6:
-        return _judged(f"two forwards in evaluation mode differ by {change:.2g}", "random_in_eval", place)
+        figure = f"two forwards in evaluation mode differ by {change:.2g}"
+        if watched.noise and not watched.dropped:
+            return judged(f"{figure}: the model calls {watched.noise[0]}", "random_in_eval", place, sure=False)
+        return judged(figure, "random_in_eval", place)
     figure = "two forwards in evaluation mode are equal"
     if training.evaluate:
         modes: list[bool] = []
@@ -343,9 +353,9 @@ def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -
         finally:
             handle.remove()
         if any(modes):
-            return _judged("evaluate runs in training mode", "evaluates_in_train_mode")
+            return judged("evaluate runs in training mode", "evaluates_in_train_mode")
         figure += "; evaluate runs in evaluation mode"
-    return _judged(figure)
+    return judged(figure)
 
 
 def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -356,13 +366,14 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     count, parts = FEW, 4
     size = count // parts
 
-    def gradient(batch: Any) -> tuple[Tensor, int, float]:
+    def gradient(batch: Any, seed: int = 0) -> tuple[Tensor, int, float]:
         watched = Watched(training.models)
+        seed_all(seed)
         with watched.on():
             loss = training.loss(batch)  # type: ignore[misc]
             grads = torch.autograd.grad(loss, weights, allow_unused=True)
         flat = torch.cat([(torch.zeros_like(w) if g is None else g).flatten().double() for w, g in zip(weights, grads, strict=True)])
-        return flat, sum(_mean(call)[1] for call in watched.losses), training.weight(batch) if training.weight else 1.0
+        return flat, sum(_targets(call) for call in watched.losses), training.weight(batch) if training.weight else 1.0
 
     if not weights or samples_in(training.few(count)) != count:
         raise Unjudged(f"there are no {count} samples")
@@ -377,110 +388,14 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     mode = "in evaluation mode" + "; in training mode batch norm makes them differ" * norms
     figure = f"{parts} micro-batches of {size} differ from the batch of {count} by {difference:.2g}, {mode}"
     if difference < UNEQUAL:
-        return _judged(figure)
+        return judged(figure)
+    if float((gradient(training.few(count), seed=1)[0] - whole).norm()) / norm > UNEQUAL:
+        raise Unjudged("model or loss draw random numbers in evaluation mode, too, other ones for parts of a batch")
     slope = float(total @ whole) / norm**2
     if float((total - slope * whole).norm()) / norm < UNEQUAL * 10 and abs(slope * parts - 1) < 0.05:
-        return _judged(figure, "sum_reduction")
+        return judged(figure, "sum_reduction")
     cause = "unequal_micro_batches" if len({targets for _, targets, _ in several}) > 1 else "batch_statistics"
-    return _judged(figure, cause)
-
-
-def _overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
-    batch = training.few(FEW) if training.few else seen.batches[0]
-    count = samples_in(batch, None if training.few else training.batch_size) or FEW
-    first, left, steps = _by_heart(training.step, training, batch, line)
-    figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
-    if math.isnan(first):
-        raise Unjudged("the step returns no loss")
-    if left <= LEARNT * first:
-        return _judged(figure)
-    if training.loss is None:
-        if left < 0.9 * first:
-            raise Unjudged(f"{figure}: not finished")
-        return _judged(figure, "does_not_overfit")
-    loss = training.loss
-    for rate in (1e-2, 1e-3):
-        weights = [weight for weight in training.models[0].parameters() if weight.requires_grad]
-        adam = torch.optim.Adam(weights, lr=rate)
-
-        def step(batch: Any, adam: Any = adam) -> Tensor:
-            adam.zero_grad()
-            value = loss(batch)
-            value.backward()  # type: ignore[no-untyped-call]
-            adam.step()
-            return value.detach()
-
-        keep = SavedState(discover(training.models[0]))
-        _, other, _ = _by_heart(step, training, batch, line)
-        keep.restore()
-        if other <= LEARNT * first:
-            return _judged(f"{figure}; to {other:.3g} with adam(lr={rate:g})", "" if left <= 0.5 * first else "learning_rate")
-    if line.left <= 0:
-        raise Unjudged(f"{figure}: no time was left")
-    return _judged(figure, "does_not_overfit")
-
-
-def _by_heart(step: Callable[[Any], Any], training: Training, batch: Any, line: Line) -> tuple[float, float, int]:
-    """The first loss, the lowest, and how many steps it took."""
-    first, lowest, number = math.nan, math.inf, 0
-    limit = line.left / 2
-    for number in range(1, STEPS_BY_HEART + 1):
-        loss = loss_value(step(batch))
-        first = loss if number == 1 else first
-        lowest = min(lowest, loss) if math.isfinite(loss) else lowest
-        line.say(f"learning {FEW} samples by heart, step {number}")
-        if lowest <= 0.1 * first or line.left < limit:
-            break
-    return first, lowest, number
-
-
-def _label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
-    if not seen.watched.losses:
-        raise Unjudged("none of torch's losses is called: labels are not known")
-    if all(math.isnan(loss) for loss in seen.losses):
-        raise Unjudged("the step returns no loss")
-    learns = done.get("overfitting")
-    if learns is not None and learns.passed is False:
-        raise Unjudged("the training does not even learn a few samples")
-    keep = SavedState(discover(training.step, *training.models, *training.optimizers))
-    batches: list[Any] = []
-    size = 0
-    until, more = line.left * 0.6, ""
-    arms: list[list[float]] = []
-    for shuffled in (None, torch.Generator().manual_seed(1)):
-        watched = Watched(training.models, shuffle=shuffled)
-        losses: list[float] = []
-        with watched.on():
-            for batch in itertools.islice(training.stream(), STEPS_WITH_LABELS) if shuffled is None else batches:
-                if shuffled is None:
-                    batches.append(batch)
-                    size += bytes_of(batch)
-                losses.append(loss_value(training.step(batch)))
-                watched.losses.clear()
-                line.say(f"learning from {'true' if shuffled is None else 'shuffled'} labels, step {len(losses)}")
-                more = ": give a larger budget_s" if line.left <= 0 or (shuffled is None and line.left < until) else more
-                if (shuffled is None and (more or size > 2**28)) or line.left <= 0:
-                    break
-        keep.restore()
-        arms.append(losses)
-    true, other = arms
-    gains = [second - first for first, second in zip(true, other, strict=False)][len(true) // 3 :]
-    if len(gains) < 5 or not all(map(math.isfinite, gains)):
-        raise Unjudged(f"{len(true)} steps are too few to tell{more}")
-    mean, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
-    usual = abs(statistics.fmean(other[len(true) // 3 :]))
-    call = seen.watched.losses[0]
-    samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
-    lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
-    figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
-    if mean > 3 * error and mean > 0.01 * usual:
-        return _judged(figure)
-    needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
-    figure += f", after {samples} targets"
-    if samples >= needed / 3 and mean + 2 * error < 0.05 * usual:
-        sure, few = _judged(figure, "labels_carry_nothing"), f"{figure}; with {needed} targets this would be a fault{more}"
-        return sure if samples >= needed else replace(sure, passed=None, figure=few)
-    raise Unjudged(f"{figure}: too few to tell{more}")
+    return judged(figure, cause, sure=cause != "batch_statistics" or training.accumulates)
 
 
 _JUDGES: dict[str, Callable[[Training, Seen, Line, dict[str, Check]], Check]] = {
@@ -492,7 +407,7 @@ _JUDGES: dict[str, Callable[[Training, Seen, Line, dict[str, Check]], Check]] = 
     "batch independence": _batch_independence,
     "modes": _modes,
     "accumulation": _accumulation,
-    "overfitting": _overfitting,
-    "label alignment": _label_alignment,
+    "overfitting": overfitting,
+    "label alignment": label_alignment,
 }
 assert list(_JUDGES) == list(CHECKS)

@@ -20,6 +20,11 @@ LOSSES: dict[Any, str] = {
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     )
 }
+ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""Losses that compare numbers, and broadcast outputs and targets of different shapes."""
+NOISE = {torch.randn, torch.randn_like, torch.normal, Tensor.normal_}
+"""What a model calls to draw noise on purpose, as a variational autoencoder does."""
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, torch.bernoulli, torch.rand, torch.rand_like}
 RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6}
 
 
@@ -40,6 +45,12 @@ class LossCall:
     input: Tensor
     target: Tensor
     options: dict[str, Any]
+
+    def mean(self) -> float:
+        """The loss as a mean over its targets, whatever reduction was asked for."""
+        function: Any = getattr(F, self.name)
+        options = {name: value for name, value in self.options.items() if name not in ("reduction", "size_average", "reduce")}
+        return float(function(self.input.float(), self.target, reduction="mean", **options))
 
 
 class Watched(TorchFunctionMode):
@@ -62,6 +73,12 @@ class Watched(TorchFunctionMode):
         self.root: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """Arguments of the first call of the first model."""
         self.shuffle = shuffle
+        self.moved = False
+        """Whether the shuffling has changed a target."""
+        self.noise: list[str] = []
+        """Functions of `NOISE` that were called."""
+        self.dropped = False
+        """Whether one of `DROPOUTS` was active."""
         self._models, self._names, self._stack = models, named_modules(models), list[int]()
         self._relus: dict[str, int] = {}
 
@@ -108,9 +125,13 @@ class Watched(TorchFunctionMode):
             target = given["target"]
             if self.shuffle is not None and isinstance(target, Tensor) and target.ndim:
                 given["target"] = target[torch.randperm(len(target), generator=self.shuffle).to(target.device)]
+                self.moved = self.moved or not torch.equal(given["target"], target)
             options = {name: value for name, value in given.items() if name not in ("input", "target")}
             self.losses.append(LossCall(LOSSES[func], given["input"].detach(), target, options))
             return func(*bound.args, **bound.kwargs)
+        if func in NOISE:
+            self.noise.append(f"{'Tensor' if func is Tensor.normal_ else 'torch'}.{func.__name__}")
+        self.dropped = self.dropped or (func in DROPOUTS and _active(func, args, kwargs))
         result = func(*args, **kwargs)
         if func in RELUS and result.ndim > 1:
             self._count(result.detach())
@@ -124,6 +145,14 @@ class Watched(TorchFunctionMode):
         key = f"{place} (ReLU {number})" if number > 1 else place
         known = self.active.get(key)
         self.active[key] = active if known is None or known.shape != active.shape else known | active
+
+
+def _active(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a dropout is in training mode; other functions always draw."""
+    if "dropout" not in func.__name__:
+        return True
+    given = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(given)
 
 
 @contextlib.contextmanager

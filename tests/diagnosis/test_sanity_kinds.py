@@ -1,0 +1,264 @@
+"""`wb.sanity` does not blame sound trainings of unusual kinds, and names faults of losses, targets and loops."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import workbench as wb
+from workbench.diagnosis.analysis.sanity import CAUSES, Check
+from workbench.diagnosis.measure import sanity
+from workbench.diagnosis.measure.checked_training import Training, of_step, of_task
+from workbench.runs.target import Step
+
+WIDTH, CLASSES, WORDS, LENGTH = 8, 4, 32, 12
+PATIENT = SimpleNamespace(left=1e3, say=lambda *_: None)
+
+
+def points(count: int = 2048) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0))
+    return inputs, inputs[:, :CLASSES].argmax(1)
+
+
+def perceptron(outputs: int = CLASSES) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def task(model: Callable[[], nn.Module] = perceptron, loss: Any = classify, data: Any = points, **changes: Any) -> wb.Task:
+    made: dict[str, Any] = {"model": model, "dataset": lambda: TensorDataset(*data()), "loss": loss, "optimizer": "adam(lr=0.01)"}
+    return wb.Task(**made | changes)
+
+
+def checked(given: wb.Task | Training, *names: str, **knobs: Any) -> dict[str, Check]:
+    training = of_task(given, wb.RunSpec(task="given", device="cpu", **knobs), ()) if isinstance(given, wb.Task) else given
+    torch.manual_seed(0)
+    return {check.name: check for check in sanity.check(training, PATIENT, names)}
+
+
+def all_zero() -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Sigmoid(), nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, CLASSES))
+    for weight in model.parameters():
+        nn.init.zeros_(weight)
+    return model
+
+
+def sentences() -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    following = torch.randperm(WORDS, generator=generator)
+    tokens = torch.randint(WORDS, (512, 1), generator=generator)
+    while tokens.shape[1] < LENGTH:
+        tokens = torch.cat([tokens, following[tokens[:, -1:]]], 1)
+    return (tokens,)
+
+
+class Language(nn.Module):
+    """One layer of attention, with or without a causal mask."""
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.words, self.places, self.causal = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16), causal
+        self.layer, self.head = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length) if self.causal else None
+        logits: Tensor = self.head(self.layer(self.words(tokens) + self.places(torch.arange(length)), src_mask=mask))
+        return logits
+
+
+def next_token(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+def own_token(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, :-1].flatten())
+
+
+def squared(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1].float())
+
+
+def softmax_of_batch(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).softmax(0), batch[1])
+
+
+def thousands(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]).squeeze(1), batch[1] * 1000.0)
+
+
+FAULTS: dict[str, tuple[wb.Task, str, str]] = {
+    "minus sign": (task(loss=lambda m, b: -classify(m, b)), "initial loss", "negated_loss"),
+    "[N, 1] beside [N]": (task(lambda: perceptron(1), squared), "initial loss", "broadcast_targets"),
+    "softmax over the batch": (task(loss=softmax_of_batch), "initial loss", "softmax_before_cross_entropy"),
+    "a rate that is far too high": (task(optimizer="sgd(lr=300)"), "overfitting", "learning_rate"),
+    "targets in thousands": (task(lambda: perceptron(1), thousands), "overfitting", "target_scale"),
+    "all weights zero": (task(all_zero), "gradient flow", "same_units"),
+    "all labels the same": (task(data=lambda: (points()[0], points()[1] * 0)), "label alignment", "constant_targets"),
+    "targets that are not moved": (task(Language, own_token, sentences), "label alignment", "targets_are_inputs"),
+    "no causal mask": (task(lambda: Language(causal=False), next_token, sentences), "label alignment", "sees_its_targets"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str) -> None:
+    planted, check, cause = FAULTS[name]
+    found = checked(planted, check)[check]
+    assert (found.passed, found.cause) == (False, cause), found
+    assert found.advice == CAUSES[cause]
+
+
+class Twins(nn.Module):
+    """Two inputs, one encoder: the bias of its last layer is no part of their difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = perceptron()
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        difference: Tensor = self.encoder(first) - self.encoder(second)
+        return difference
+
+
+def apart(model: nn.Module, batch: Any) -> Tensor:
+    distance = model(batch[0], batch[0].flip(0)).norm(dim=1)
+    return (distance - (batch[1] - batch[1].flip(0)).abs()).square().mean()
+
+
+class Variational(nn.Module):
+    """It draws its code in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread, self.decode = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.mean(x), self.spread(x)
+        return self.decode(mean + torch.randn_like(mean) * spread), mean.square() + spread.square()
+
+
+def elbo(model: nn.Module, batch: Any) -> Tensor:
+    chances, size = torch.sigmoid(batch[0] * 3), 0.01
+    outputs, prior = model(chances)
+    return F.binary_cross_entropy_with_logits(outputs, chances) + size * prior.mean()
+
+
+def denoise(model: nn.Module, batch: Any) -> Tensor:
+    """As a diffusion model: the noise that was added is to be predicted."""
+    noise = torch.randn_like(batch[0])
+    return F.mse_loss(model(batch[0] * 0.3 + noise), noise)
+
+
+def contrast(model: nn.Module, batch: Any) -> Tensor:
+    first, second = (F.normalize(model(batch[0] + 0.1 * sign), dim=1) for sign in (1, -1))
+    return F.cross_entropy(first @ second.T * 5, torch.arange(len(first)))
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    """Negative from the start, and lower for the right class."""
+    return classify(model, batch) - 5.0
+
+
+def smoothed(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.2)
+
+
+def counts(model: nn.Module, batch: Any) -> Tensor:
+    return F.poisson_nll_loss(model(batch[0]).squeeze(1), 4.0 + batch[1], full=True)
+
+
+SOUND: dict[str, tuple[wb.Task, tuple[str, ...]]] = {
+    "twins": (task(Twins, apart), ("gradient flow",)),
+    "variational": (task(Variational, elbo), ("modes", "accumulation", "overfitting", "label alignment")),
+    "diffusion": (task(lambda: perceptron(WIDTH), denoise), ("modes", "accumulation", "overfitting")),
+    "contrastive": (task(loss=contrast), ("accumulation",)),
+    "smoothed labels": (task(loss=smoothed), ("overfitting", "label alignment")),
+    "counts": (task(lambda: perceptron(1), counts), ("overfitting",)),
+    "a loss below zero": (task(loss=likelihood), ("initial loss", "overfitting", "label alignment")),
+    "language": (task(Language, next_token, sentences), ("gradient flow", "label alignment")),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_trainings_of_unusual_kinds_are_not_blamed(name: str) -> None:
+    sound, checks = SOUND[name]
+    found = checked(sound, *checks)
+    assert [check for check in found.values() if check.passed is False] == []
+
+
+@pytest.mark.parametrize("rate", [8, 1000])
+def test_a_rate_that_ruins_the_training_is_not_blamed_on_the_labels(rate: int) -> None:
+    found = checked(task(optimizer=f"sgd(lr={rate})"), "label alignment")["label alignment"]
+    assert found.passed is None, found
+    assert "look at the learning rate" in found.figure
+
+
+def test_what_is_only_doubtful_is_told() -> None:
+    assert checked(task(Twins, apart), "gradient flow")["gradient flow"].cause == "cancelled_bias"
+    assert "torch.randn_like" in checked(task(Variational, elbo), "modes")["modes"].figure
+    several = checked(task(loss=contrast), "accumulation", accumulation=2)["accumulation"]
+    assert (several.passed, several.cause) == (False, "batch_statistics")
+
+
+def test_a_language_model_is_not_blamed_after_a_few_steps() -> None:
+    """In so few steps it learns nothing from right targets, either."""
+    few = task(Language, next_token, lambda: (sentences()[0][:256],), optimizer="adam(lr=1e-5)")
+    found = checked(few, "label alignment", micro_batch=16)["label alignment"]
+    assert found.passed is None, found
+    assert "with 50 steps this would be a fault" in found.figure
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_that_are_never_set_to_zero_are_named(clears: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def step(batch: Any) -> Tensor:
+        loss = classify(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        return loss
+
+    with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
+        found = checked(training, "gradient flow")["gradient flow"]
+    assert (found.passed, found.cause) == ((True, "") if clears else (False, "gradients_add_up"))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_two_models_that_train_against_each_other(detached: bool) -> None:
+    """The targets of each loss are all equal, and the gradients that one model gets from the other's loss are set to zero."""
+    makes, judges = perceptron(WIDTH), perceptron(1)
+    optimizers = [torch.optim.Adam(model.parameters(), 1e-3) for model in (makes, judges)]
+
+    def step(batch: Any) -> Tensor:
+        made = makes(torch.randn_like(batch[0]))
+        optimizers[1].zero_grad()
+        known, invented = judges(batch[0]), judges(made.detach())
+        doubt = F.binary_cross_entropy_with_logits(known, torch.ones_like(known))
+        doubt = doubt + F.binary_cross_entropy_with_logits(invented, torch.zeros_like(invented))
+        doubt.backward()  # type: ignore[no-untyped-call]
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        verdict = judges(made.detach() if detached else made)
+        loss = F.binary_cross_entropy_with_logits(verdict, torch.ones_like(verdict))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizers[0].step()
+        return loss
+
+    given = Step(step=step, loader=DataLoader(TensorDataset(*points()), 32), model=[makes, judges], optimizer=optimizers)
+    with of_step(given, ()) as training:
+        found = checked(training, "gradient flow", "label alignment")
+    assert found["label alignment"].passed is None
+    assert found["gradient flow"].passed is not detached
+    if detached:
+        assert found["gradient flow"].place.startswith("model[0].")

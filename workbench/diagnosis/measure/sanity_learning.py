@@ -1,0 +1,193 @@
+"""The checks of `wb.sanity` that train: are a few samples learnt by heart, and do true labels teach more than shuffled ones?"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workbench.core import units
+from workbench.diagnosis.analysis.sanity import Check, judged
+from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, loss_value
+from workbench.diagnosis.measure.token_targets import of_tokens, reads_its_target
+from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, LossCall, Watched
+from workbench.harness.batches import bytes_of
+from workbench.harness.discover import discover
+from workbench.harness.restore import SavedState
+from workbench.timeline.loops import samples_in
+from workbench.train.random_numbers import seed_all
+
+STEPS_BY_HEART, STEPS_WITH_LABELS = 200, 150
+"""Most steps with a few samples; most with true labels, and as many with shuffled ones."""
+LARGE_RMS = 30.0
+"""Root mean square from which on inputs or targets are not normalised: bytes of pixels have 100 to 150, normalised values about 1."""
+LEARNT = 0.2
+"""The loss that is left, as a fraction of the first, when samples are learnt by heart."""
+LEAST_STEPS = 50
+"""Steps with true and with shuffled labels from which on it is a fault that they do not differ: a model needs time to learn anything."""
+
+
+def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
+    """Whether the training learns a few samples by heart, else whether Adam does, from the same weights."""
+    batch = training.few(FEW) if training.few else seen.batches[0]
+    count = samples_in(batch, None if training.few else training.batch_size) or FEW
+    keep = SavedState(discover(training.step, *training.models, *training.optimizers))
+    first, left, known, steps = _by_heart(training.step, training, batch, line)
+    least = known or 0.0
+    figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
+    if math.isnan(first):
+        raise Unjudged("the step returns no loss")
+    if first <= 0:
+        raise Unjudged(f"{figure}: how far a loss that may be negative can fall is not known")
+    if least > 0.02 * first:
+        figure += f", and with these targets it cannot fall below {least:.3g}"
+    if left - least <= LEARNT * (first - least):
+        return judged(figure)
+    if training.loss is None:
+        if left < 0.9 * first:
+            raise Unjudged(f"{figure}: not finished")
+        return judged(figure, "does_not_overfit")
+    loss, left_by_adam = training.loss, math.inf
+    for rate in (1e-2, 1e-3):
+        keep.restore()
+        weights = [weight for weight in training.models[0].parameters() if weight.requires_grad]
+        adam = torch.optim.Adam(weights, lr=rate)
+
+        def step(batch: Any, adam: Any = adam) -> Tensor:
+            adam.zero_grad()
+            value = loss(batch)
+            value.backward()  # type: ignore[no-untyped-call]
+            adam.step()
+            return value.detach()
+
+        _, other, _, _ = _by_heart(step, training, batch, line)
+        left_by_adam = min(left_by_adam, other)
+        if other - least <= LEARNT * (first - least):
+            return judged(f"{figure}; to {other:.3g} with adam(lr={rate:g})", "" if left <= 0.5 * first else "learning_rate")
+    if line.left <= 0:
+        raise Unjudged(f"{figure}: no time was left")
+    size = max(
+        (float(call.target.double().square().mean().sqrt()) for call in seen.watched.losses if call.name in ELEMENTWISE), default=0.0
+    )
+    if size > LARGE_RMS:
+        return judged(f"{figure}; the root mean square of the targets is {size:.3g}", "target_scale")
+    if known is None and min(left, left_by_adam) < 0.9 * first:
+        raise Unjudged(f"{figure}, {left_by_adam:.3g} with Adam; how far this loss can fall is not known")
+    return judged(figure, "does_not_overfit")
+
+
+def _by_heart(step: Callable[[Any], Any], training: Training, batch: Any, line: Line) -> tuple[float, float, float | None, int]:
+    """The first loss, the lowest, the least that the targets allow (None = not known), and how many steps it took.
+
+    All steps draw the same random numbers: noise that a model or loss adds, as of a diffusion model, belongs to what is learnt.
+    """
+    first, lowest, number = math.nan, math.inf, 0
+    known: float | None = None
+    limit = line.left / 2
+    watched = Watched(training.models)
+    for number in range(1, STEPS_BY_HEART + 1):
+        seed_all(0)
+        if number == 1:
+            with watched.on():
+                loss = first = loss_value(step(batch))
+            if len(watched.losses) == 1 and abs(watched.losses[0].mean() - first) < 0.01 * abs(first):
+                known = _least(watched.losses[0])
+        else:
+            loss = loss_value(step(batch))
+        lowest = min(lowest, loss) if math.isfinite(loss) else lowest
+        line.say(f"learning {FEW} samples by heart, step {number}")
+        if lowest - (known or 0.0) <= 0.1 * (first - (known or 0.0)) or line.left < limit:
+            break
+    return first, lowest, known, number
+
+
+def _least(call: LossCall) -> float:
+    """The least value that one of torch's losses can take with these targets: not zero if they are probabilities, or smoothed."""
+    target, smoothing = call.target, float(call.options.get("label_smoothing") or 0.0)
+    if call.name == "cross_entropy" and call.input.ndim > 1 and (smoothing or target.is_floating_point()):
+        classes = call.input.shape[1]
+        hard = target if target.is_floating_point() else F.one_hot(target.clamp(0, classes - 1), classes).movedim(-1, 1)
+        ideal = (hard * (1 - smoothing) + smoothing / classes).clamp_min(1e-12).log()
+    elif call.name.startswith("binary_cross_entropy"):
+        chance = target.double().clamp(1e-7, 1 - 1e-7)
+        ideal = chance if call.name == "binary_cross_entropy" else chance.logit()
+    else:
+        return 0.0
+    return max(0.0, replace(call, input=ideal).mean())
+
+
+def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
+    """Whether the training learns more from the true targets than from those of other samples of the batch."""
+    if not seen.watched.losses:
+        raise Unjudged("none of torch's losses is called: labels are not known")
+    if all(math.isnan(loss) for loss in seen.losses):
+        raise Unjudged("the step returns no loss")
+    tokens = of_tokens(seen)
+    if tokens == "same":
+        return judged("each target is the token that the model is given at its own position", "targets_are_inputs")
+    if tokens == "next" and reads_its_target(training, seen):
+        return judged("predictions of earlier tokens change with the last one that the model is given", "sees_its_targets")
+    learns = done.get("overfitting")
+    if learns is not None and learns.passed is False:
+        raise Unjudged("the training does not even learn a few samples")
+    keep = SavedState(discover(training.step, *training.models, *training.optimizers))
+    batches: list[Any] = []
+    size = 0
+    until, more = line.left * 0.6, ""
+    arms: list[list[float]] = []
+    moved = False
+    for shuffled in (None, torch.Generator().manual_seed(1)):
+        watched = Watched(training.models, shuffle=shuffled)
+        losses: list[float] = []
+        with watched.on():
+            for batch in itertools.islice(training.stream(), STEPS_WITH_LABELS) if shuffled is None else batches:
+                if shuffled is None:
+                    batches.append(batch)
+                    size += bytes_of(batch)
+                losses.append(loss_value(training.step(batch)))
+                watched.losses.clear()
+                line.say(f"learning from {'true' if shuffled is None else 'shuffled'} labels, step {len(losses)}")
+                more = ": give a larger budget_s" if line.left <= 0 or (shuffled is None and line.left < until) else more
+                if (shuffled is None and (more or size > 2**28)) or line.left <= 0:
+                    break
+        keep.restore()
+        arms.append(losses)
+        moved = watched.moved
+    true, other = arms
+    if other and not moved:
+        return _same_targets(seen)
+    gains = [second - first for first, second in zip(true, other, strict=False)][len(true) // 3 :]
+    if not all(map(math.isfinite, gains)):
+        raise Unjudged(f"within {len(true)} steps the loss becomes NaN or infinite: look at the learning rate")
+    if len(gains) < 5:
+        raise Unjudged(f"{len(true)} steps are too few to tell{more}")
+    mean, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    call = seen.watched.losses[0]
+    least = _least(call) if len(seen.watched.losses) == len(seen.batches) else 0.0
+    usual = abs(statistics.fmean(other[len(true) // 3 :]) - least)
+    if statistics.fmean(true[len(true) // 3 :]) > 0.98 * true[0] and least < 0.98 * true[0] and true[0] > 0:
+        raise Unjudged(f"in {len(true)} steps the loss falls neither with true nor with shuffled labels: look at the learning rate")
+    samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
+    lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
+    figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
+    if mean > 3 * error and mean > 0.01 * usual:
+        return judged(figure)
+    needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
+    figure += f", after {samples} targets"
+    if samples >= needed / 3 and mean < 2 * error < 0.05 * usual - mean:
+        lacks = f"{needed} targets" if samples < needed else f"{LEAST_STEPS} steps" if len(true) < LEAST_STEPS else ""
+        return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
+    raise Unjudged(f"{figure}: too few to tell{more}")
+
+
+def _same_targets(seen: Seen) -> Check:
+    """What it means that shuffling has changed no target: all are equal, or all of a call are, as those of a GAN."""
+    values = torch.cat([call.target.flatten().double() for call in seen.watched.losses])
+    if len(seen.watched.losses) == len(seen.batches) and len(values) > 1 and bool((values == values[0]).all()):
+        return judged(f"all {len(values)} targets of the first {len(seen.batches)} batches are {values[0]:g}", "constant_targets")
+    raise Unjudged("the targets of each batch are all the same, so that shuffling changes nothing")
