@@ -170,7 +170,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     call = seen.watched.losses[0]
     least = _least(call) if len(seen.watched.losses) == len(seen.batches) else 0.0
     usual = abs(statistics.fmean(other[len(true) // 3 :]) - least)
-    if statistics.fmean(true[len(true) // 3 :]) > 0.98 * true[0] and least < 0.98 * true[0] and true[0] > 0:
+    late = statistics.fmean(true[len(true) // 3 :])
+    if len(true) >= LEAST_STEPS and late > 0.98 * true[0] > max(0.0, least):
         raise Unjudged(f"in {len(true)} steps the loss falls neither with true nor with shuffled labels: look at the learning rate")
     samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
     lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
