@@ -347,7 +347,7 @@ def prove_plan(
 
     Args:
         spec: what is trained; its batch and learning rate come from the plans.
-        plan: the new one.
+        plan: the new plan, which is to be proved.
         against: the old one; None = the plan that the spec has.
         predicted: the predicted gain; None = unknown, and the new plan runs as long as the old one.
         steps: optimizer steps of the old plan; the new one takes as many samples, or more where they are predicted to be worth less.

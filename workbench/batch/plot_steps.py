@@ -147,7 +147,7 @@ def batch_lengths(result: BatchLengths, ax: Axes | None = None) -> Axes:
     If there are many steps, several are drawn as one, by the longest batch of them. Between lengths with a dry run, memory is interpolated.
 
     Args:
-        result: of `wb.batch_lengths`.
+        result: the result of `wb.batch_lengths`.
         ax: the Axes to draw into; None makes a figure.
     """
     ax = prepared(ax, WIDTH, 3.4)

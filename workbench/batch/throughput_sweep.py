@@ -49,7 +49,7 @@ def measure_throughput(
     at Ctrl-C, what is known by then is returned. The time that is left goes into a second measurement of the best.
 
     Args:
-        spec: what is run.
+        spec: the run, whose micro-batch is varied.
         micro_batches: to try; `notes` name those that fail or were left out.
         steps: optimizer steps of each, at most.
         noise: noise scale in samples, by which samples of a larger batch are worth less; None = they are worth the same.

@@ -44,8 +44,8 @@ def estimate_time(
     sets the pace, and the schedule determines how long stages wait. One measured step narrows the interval.
 
     Args:
-        target: as in `estimate_memory`.
-        batch: likewise.
+        target: what is trained, as `estimate_memory` takes it.
+        batch: a batch for it, as `estimate_memory` takes it.
         device: a name such as "H100", or a Device; "cpu" only with `measured` or a calibration.
         cluster: nodes and links: a name or a Cluster; needed for several ranks.
         measured: calibrates the estimate: seconds of a step of this very program on this device, or a Run or a Trace of it, or the traces
@@ -177,9 +177,9 @@ def refuse(spec: RunSpec, device: str | Device, cluster: str | Cluster | None, *
     """Refuse what needs no dry run to be refused.
 
     Args:
-        spec: what to predict.
-        device: where.
-        cluster: its links.
+        spec: the run that is to be predicted.
+        device: the GPU that it would run on.
+        cluster: the cluster whose links connect the GPUs; None = one GPU or node.
         known: is a step there measured, or its calibration known?
 
     Raises:

@@ -184,7 +184,7 @@ def estimated_time(result: StepTime, ax: Axes | None = None) -> Axes:
     the low to the high end of each kind.
 
     Args:
-        result: of `wb.estimate_time`.
+        result: the result of `wb.estimate_time`.
         ax: the Axes to draw into; None makes a figure.
     """
     parts = sorted(((name, seconds) for name, seconds in result.parts.items() if seconds), key=lambda item: -item[1])
@@ -221,7 +221,7 @@ def traffic(result: Traffic, ax: Axes | None = None, *, depth: int | None = 2) -
     """What a rank sends in a step, a stacked bar per module, in a colour per collective.
 
     Args:
-        result: of `wb.collectives`.
+        result: the result of `wb.collectives`.
         ax: the Axes to draw into; None makes a figure.
         depth: number of names in a module's path to distinguish.
 
@@ -251,7 +251,7 @@ def links(result: Links, ax: Axes | None = None) -> Axes:
     """Measured seconds of each collective against its size; a dashed line shows what latency and bandwidth predict.
 
     Args:
-        result: of `wb.measure_collectives`.
+        result: the result of `wb.measure_collectives`.
         ax: the Axes to draw into; None makes a figure.
     """
     ax = prepared(ax, WIDTH, 3.6)
@@ -278,7 +278,7 @@ def twin(result: TwinRun, ax: Axes | None = None) -> Axes:
     """The backward, and below it the buckets: when each was ready, and when the network sent it.
 
     Args:
-        result: of `wb.ddp_twin`.
+        result: the result of `wb.ddp_twin`.
         ax: the Axes to draw into; None makes a figure.
     """
     ax = prepared(ax, WIDTH, 1.2 + 0.26 * (1 + len(result.buckets)))

@@ -56,9 +56,9 @@ def read(
 
     Args:
         target: as `estimate_memory` takes it.
-        cluster: whose GPUs.
-        batch: likewise.
-        sequence: likewise.
+        cluster: the cluster on whose GPUs it runs.
+        batch: a batch, as `estimate_memory` takes it.
+        sequence: tokens of each sample, as `estimate_memory` takes them.
         precision: of a RunSpec; None = that of the spec, else "amp_bf16".
         checkpointing: kinds; None = "none", and "full" if the model has blocks.
         knobs: as `estimate_memory` takes them.

@@ -271,7 +271,7 @@ def unknown_names(
 
     Args:
         what: how the message begins.
-        names: as given.
+        names: the names as they were given.
         known: those that there are. Where a given one resembles none, the message names the three nearest if `listed` is given, else all.
         meant: other words for them.
         listed: where else they are listed.

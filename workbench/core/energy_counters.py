@@ -119,7 +119,7 @@ class EnergyLog:
     def __init__(self, counters: list[EnergyCounter], every: float = INTERVAL, tell: Callable[[dict[str, Any]], object] = bool) -> None:
         """
         Args:
-            counters: to read.
+            counters: the counters that are read.
             every: seconds between two readings.
             tell: called after each reading with what `so_far` returns.
         """

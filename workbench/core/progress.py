@@ -266,8 +266,8 @@ def progress_text(
     """The progress of a run in one line.
 
     Args:
-        name: of the run.
-        done: steps.
+        name: name of the run.
+        done: number of steps that are done.
         steps: how many there will be; None = not known.
         seconds: since its start.
         rows: what it reported, oldest first: step, loss, samples and seconds since the first step began.

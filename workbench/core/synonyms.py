@@ -139,7 +139,7 @@ def explain_calls(cls: Any, space: str = "wb") -> None:
 
     Args:
         cls: the class, which is changed.
-        space: where users find it.
+        space: name of the package under which users find it.
     """
 
     def explained(function: Callable[..., R], name: str) -> Callable[..., R]:

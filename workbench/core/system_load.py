@@ -385,7 +385,7 @@ def control_groups(
         in_version_2: names of the files in version 2.
         in_version_1: names of those that say the same in version 1.
         root: where control groups are mounted.
-        proc: where processes are.
+        proc: folder of the processes' files, such as `/proc`.
     """
     groups = []
     for line in text_of(proc / "self" / "cgroup").splitlines():

@@ -197,7 +197,7 @@ def describe(data: Any, *, look_at: int = 1000, **options: Any) -> DataCard:
     """Describe a dataset: format, size, fields, classes, shards, checksums, licence; `.plot()` shows some samples.
 
     Args:
-        data: whatever `as_source` takes.
+        data: a dataset in any form that `as_source` takes.
         look_at: number of samples to read for classes and lengths.
         options: arguments of `open_source`.
     """

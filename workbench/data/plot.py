@@ -21,7 +21,7 @@ def duplicates(result: DataAudit, ax: "Axes | None" = None, *, groups: int = 8) 
     """The most important groups, one row of pictures each: leaks first, then conflicting labels, equal and near samples.
 
     Args:
-        result: of `wb.data.audit`.
+        result: the result of `wb.data.audit`.
         ax: the Axes to draw into; None makes a figure.
         groups: largest number of groups to draw.
 

@@ -73,7 +73,7 @@ class ResumableSampler(Sampler[int]):
             dataset: whose samples are ordered, a `Mixture`, or just their number.
             rank: of this process; None = as in torch.distributed, or 0.
             world_size: number of ranks; None = as in torch.distributed, or 1.
-            seed: of the order.
+            seed: seed of the order, the same on all ranks.
             shuffle: give another random order in each epoch; else that of the indices.
             blocks: for formats that are read in sequence: the samples of each block (shard, row group), or of all but the last. Random
                 blocks are mixed, `window` at a time.

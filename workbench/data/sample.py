@@ -56,7 +56,7 @@ def checked_key(key: str, *, dots: bool = True) -> str:
     """The key of a sample without a leading "./", if it can be part of a path below a folder.
 
     Args:
-        key: as given.
+        key: the key as it was given.
         dots: whether its last part may have a dot. In a tar file it may not: what follows the first dot is the name of a field.
 
     Raises:

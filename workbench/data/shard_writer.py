@@ -238,7 +238,7 @@ def write_shards(
         start_method: start method of the workers: "forkserver", "spawn" or "fork".
         description: what the data are, for the manifest.
         licence: licence of the data, such as "CC-BY-4.0".
-        provenance: where they come from.
+        provenance: where the samples come from, for the manifest.
         preprocessing: what `transform` does, in words.
         overwrite: replace a finished dataset in `out`.
         quiet: show no progress.

@@ -367,7 +367,7 @@ def _foresee_proof(run: Run, script: str, began: float, budget_s: float | None, 
 
     Args:
         run: of the script, not over yet.
-        script: its file.
+        script: path of its file.
         began: when it was launched, as `time.time` gives it.
         budget_s: seconds for the proof; None = there will be none.
         seen: when it was seen to have taken steps, and how many; it grows by the first time.

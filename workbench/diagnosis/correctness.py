@@ -126,7 +126,7 @@ def diverge(
     Args:
         a: a RunSpec, a Task, the name of a task, a Run or its directory, a module, or a module with its batch.
         b: the same kind as `a`. The code of a run's task is executed in this process.
-        batch: with modules: their input.
+        batch: with modules: the input of both.
         loss: with modules: `loss(model, batch)`; None = a weighted mean of the squared outputs.
         optimizer: with modules: a function of the parameters that returns an optimizer; None = no optimizer, and a single step.
         steps: the largest number of optimizer steps to compare.

@@ -57,7 +57,7 @@ def prove_script(
     """Launch a script with a remedy and as it is, by turns, each for some seconds of steps, as often as the budget allows.
 
     Args:
-        spec: the script.
+        spec: the script with its arguments, as it was diagnosed.
         remedy: its `change` has some of OUTSIDE.
         evidence: of the script: its lines, and whether the samples of a batch are known.
         step: seconds of one of its steps.
@@ -66,7 +66,8 @@ def prove_script(
         launched: where to launch it, and how long its start takes; None = in the current folder, and that is not known.
 
     Raises:
-        ValueError: it needs an edit of the script, does not reach what the script makes, or a launch did not run, or took too long.
+        ValueError: the remedy needs an edit of the script, or changes nothing that the script makes; two pairs of launches do not fit into
+            the budget; a launch failed, or took too long.
     """
     check_budget(budget_s, limited=True)
     if not remedy.change or not set(remedy.change) <= set(OUTSIDE):
@@ -153,7 +154,7 @@ def why_no_proof_fits(script: str, step: float, start_s: float | None, budget_s:
     """Why two pairs of launches of a script do not fit into the budget of a proof, and which budget suffices; "" = they fit.
 
     Args:
-        script: its file.
+        script: path of the script's file.
         step: seconds of one of its steps.
         start_s: seconds from its launch to its first step; None = not known.
         budget_s: seconds for the proof.

@@ -246,8 +246,8 @@ def surroundings_of(
     A variable that runs keep, and that is set now but was not then, is not set.
 
     Args:
-        info: its run.json.
-        spec: its spec.
+        info: what the run's `run.json` holds.
+        spec: the spec of the run.
         kept: the variables that it kept; None = it kept none.
         imported: the files that it imported, by their paths below where they were found.
     """

@@ -261,9 +261,9 @@ def script_evidence(
 
     Args:
         launches: timelines by arm, of each time that all arms were launched: "one" has one, "strangers" and "all" one per rank.
-        notes: to be kept.
+        notes: notes that the evidence keeps.
         seconds: what the launches took.
-        threads: of each rank.
+        threads: threads per operator of each rank.
         foreign: cores that other processes took meanwhile.
 
     Raises:

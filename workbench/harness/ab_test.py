@@ -66,7 +66,7 @@ def run_ab_test(
         baseline: the step as it is.
         changed: the step with the change.
         budget_s: seconds it may take, about.
-        peers: who takes part.
+        peers: the ranks that take part.
         clock: gives the time in seconds.
         progress: called with what comes now and what is known so far, on one rank; a KeyboardInterrupt that it raises ends the test on all.
 
@@ -217,7 +217,7 @@ def measure_change(
         change: num_workers, prefetch_factor, persistent_workers, pin_memory, micro_batch of the loader; precision ("amp_bf16",
             "amp_fp16"), optimizer ("fused", "foreach"), channels_last, tf32, threads, deterministic, gc (False) of the step.
         model: what is trained; None = discovered from the step.
-        optimizer: likewise.
+        optimizer: what updates it; None = discovered from the step.
         budget_s: seconds that it may take, about.
         progress: see `run_ab_test`.
 

@@ -144,7 +144,7 @@ class BlockTimer:
         Args:
             step: does one optimizer step with the batch, or batches, that it is given.
             peers: the ranks that take part.
-            device: where it computes.
+            device: device on which the step computes.
             clock: gives the time in seconds.
             helpers: count waits for a core of all threads of the process; False = of the calling one alone, which is right where
                 operators run in it and the other threads (of gloo, say) work beside it.
@@ -210,7 +210,7 @@ class BlockTimer:
         Args:
             arm: name of the variant.
             source: gives what step() takes; the time for that is a wait.
-            count: how many steps.
+            count: number of steps in the block.
             step: a step function in place of the usual one.
             passes: how many passes of the loader have begun.
 

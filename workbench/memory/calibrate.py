@@ -164,7 +164,7 @@ def calibrated(
     """Run specs, fit the line through their memory, and write it to the file of fits.
 
     Args:
-        specs: to run.
+        specs: the runs whose memory is measured.
         look: at the GPU; called before each of them, since what others have there is subtracted.
         measure: runs one, as `measure_memory` does.
         torch: its version; None = of the one that is installed.

@@ -137,7 +137,7 @@ class Curves:
         """The next question to run, so that a configuration and then its neighbours along some axes are known; None = all are.
 
         Args:
-            question: the configuration.
+            question: the configuration whose memory is asked for.
             stops: axis → the values on it that may be needed, in order; the first axes come first.
         """
         if self.error(question):

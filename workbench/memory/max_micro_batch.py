@@ -151,7 +151,7 @@ class _Runs:
 
         Args:
             largest: what fits with the middle one; where it does not surely fit, the number that should is run, if the family tells it.
-            limit: bytes.
+            limit: bytes that may be used.
         """
         if largest and self._family and needed_at_most(self.at(largest)) > limit:
             like = self.at(largest)

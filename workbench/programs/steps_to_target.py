@@ -110,7 +110,7 @@ class TrialRunner:
         Args:
             job: batch, learning rate and seed.
             plan: what else a rule changes: betas, eps, warmup_steps.
-            target: with its direction.
+            target: the figure to reach, and in which direction.
             limit: gives the steps after which to stop; called again every AGAIN seconds.
             cap: steps of any trial at most.
         """

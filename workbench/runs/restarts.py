@@ -100,7 +100,7 @@ def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, l
 
     Args:
         spec: as it was launched; on several machines each keeps its number of ranks.
-        ranks: that are left.
+        ranks: number of ranks that are left.
         least: ranks that it may go on with, at least.
 
     Returns:

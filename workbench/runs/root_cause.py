@@ -48,7 +48,7 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     By the ranks' records, the guard's times of death, torchrun's table of exit codes, and what the watchdog saw.
 
     Args:
-        run_dir: of the launch.
+        run_dir: run directory of the launch.
         outcome: run.json's `outcome`, or {"state": "lost"} where the guard could not write one.
 
     Returns:

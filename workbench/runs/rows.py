@@ -281,7 +281,7 @@ def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int =
     """Notes on signals that ended a run, and on what was passed over, or has changed, when it went on.
 
     Args:
-        rows: of RESUMES.
+        rows: rows of the file RESUMES.
         run_dir: whether its last attempt was ended by a signal is seen there.
         nnodes: machines of the run; one of several does not go on in its own directory.
     """
@@ -354,7 +354,7 @@ def digest_rows(run_dir: Path, attempt: int | Literal["all", "last"] = "all") ->
     """(step, rank) → the row with the digests of what that rank had, and computed, in the step.
 
     Args:
-        run_dir: of the run.
+        run_dir: run directory of the run.
         attempt: the number of one, from 1; "last" = the last of each rank; "all" = where a step was taken several times, as it was last.
     """
     files = digest_files(run_dir)
@@ -404,9 +404,9 @@ def unrecorded(run_dirs: Sequence[Path], steps: int, ranks: int) -> list[str]:
     """The parts of PARTS that some rank of the first attempts of runs did not record in some step, so that none can be compared.
 
     Args:
-        run_dirs: of the runs.
-        steps: that each has taken.
-        ranks: of each.
+        run_dirs: run directories of the runs that are compared.
+        steps: number of steps that each has taken.
+        ranks: number of ranks of each.
     """
     rows = [digest_rows(run_dir, 1) for run_dir in run_dirs]
     each = [of.get((step, rank), {"parts": {}})["parts"] for of in rows for step in range(1, steps + 1) for rank in range(ranks)]

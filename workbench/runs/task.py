@@ -305,7 +305,7 @@ def resolve_schedule(name: str, steps: int) -> Callable[[int], float]:
     Args:
         name: `"path/file.py:function"` or `"package.module:function"`; `function(step)`, with steps from 0, returns the learning rate of
             a step as a fraction of its peak.
-        steps: of the run.
+        steps: number of steps of the run.
 
     Raises:
         TaskError: it cannot be found, does not import, fails, or returns something else.
@@ -364,7 +364,7 @@ def imported(knob: str, name: str) -> Any:
     """What a knob names; its module is imported.
 
     Args:
-        knob: its name.
+        knob: name of the knob, for messages.
         name: `"path/file.py:function"` or `"package.module:function"`.
 
     Raises:

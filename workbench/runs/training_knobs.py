@@ -320,7 +320,7 @@ def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str, own: C
 
     Args:
         step: from 0.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         warmup_steps: steps until the peak is reached.
         schedule: after the warm-up, as in a RunSpec.
         own: the user's function that `schedule` names, of `runs.task.resolve_schedule`; it is not asked beyond the last step.

@@ -73,7 +73,7 @@ class StepAlarm:
         """Nothing is known yet.
 
         Args:
-            rank: of this process.
+            rank: rank of this process, from 0.
             memory: bytes that it holds now; None = not followed.
             device_memory: the same of its GPU.
             losses: gives the losses of so many steps that follow, nan = not known, inf = NaN or infinite, and reads one in so many from
@@ -104,7 +104,7 @@ class StepAlarm:
         """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
 
         Args:
-            rows: of the steps.
+            rows: rows of the finished steps.
             waits: as `ChangePoints.add_blocks` has it.
             pause: no step follows for now, so what waits for other phases to change with it is told now.
             last: no step follows at all; then a single loss that is not finite is told, too.
@@ -215,7 +215,7 @@ class Circumstances:
         """Read them now, for later.
 
         Args:
-            experiments: is the computation allowed?
+            experiments: may a small computation be timed as well?
             device: index of the GPU; None = there is none.
             cpufreq: for tests: where clocks are read.
         """

@@ -178,7 +178,7 @@ def lines_of(rows: list[Row], start: int, totals: Totals, *, at: int, memory: in
     """The lines of steps; the last one also has what was read after them and, now and then, the totals.
 
     Args:
-        rows: the steps.
+        rows: rows of the steps, in their order.
         start: number of the first one.
         totals: of the file so far, to which these are added.
         at: bytes in the file before them.

@@ -41,7 +41,7 @@ def choose(spec: RunSpec, ranks: Ranks) -> int:
     optimizer step.
 
     Args:
-        spec: of the run.
+        spec: spec of the run.
         ranks: this process among the others, before the run has allocated anything on its device.
 
     Raises:

@@ -74,8 +74,8 @@ def write(tensors: Mapping[str, Tensor], state: Mapping[str, Any], source: Sourc
     Args:
         tensors: weights and buffers by name, whole.
         state: content of the checkpoint.
-        source: its tensors by name.
-        folder: the directory.
+        source: where the tensors come from, by name.
+        folder: directory of the checkpoint.
     """
     entries: dict[str, Any] = {"model": dict(tensors), "step": state["step"]}
     if not has_own_parameters(state):  # each rank has states of its own, and they have no mean
@@ -371,8 +371,8 @@ def begin_with(folder: Path, run_dir: Path, spec: RunSpec) -> None:
     """Give a new run the weights of a directory of DCP, and the states of its optimizer if there are any, as a checkpoint after 0 steps.
 
     Args:
-        folder: the directory.
-        run_dir: of the run.
+        folder: directory of the checkpoint.
+        run_dir: run directory of the new run.
         spec: of the run: the options of its optimizer, its schedule and its order of samples hold.
 
     Raises:

@@ -40,9 +40,9 @@ class Fingerprints:
         Args:
             folder: of the fingerprints. A file `kill.json` in it says which rank ends itself by SIGKILL, in which step, or
                 which step is the `last`.
-            trainer: whose steps are written.
+            trainer: the trainer whose steps are written.
             done: steps that were taken before.
-            samples: of its steps.
+            samples: which samples each step took.
         """
         rank = trainer.ranks.rank
         attempt = 1 + len(list(folder.glob(f"rank{rank}-*.jsonl")))

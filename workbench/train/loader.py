@@ -175,7 +175,7 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
     Args:
         batch: tensors in lists, tuples, named tuples, mappings and dataclasses, in any depth, or an object with a `to` of its own (a
             PackedSequence, a graph); other things stay as they are.
-        device: where to.
+        device: the device on which the result lies.
         non_blocking: let the host go on while pinned memory is copied.
     """
     if callable(own := getattr(batch, "to", None)) and not isinstance(batch, Tensor | MutableMapping):

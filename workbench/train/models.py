@@ -139,7 +139,7 @@ class Experts(nn.Module):
     sequence by itself, so that what a sample adds to the gradient does not depend on its batch, and all shapes are known beforehand.
 
     Args:
-        width: of the residual stream.
+        width: numbers per token in the residual stream.
         experts: perceptrons.
         top: experts of each token.
         spare: an expert takes so many times its even share of a sequence.
@@ -196,7 +196,7 @@ class MoeGpt(Gpt):
     """A Gpt in which each layer's perceptron is a mixture of experts.
 
     Args:
-        experts: of each layer.
+        experts: number of perceptrons in each layer.
         **sizes: of the Gpt.
     """
 

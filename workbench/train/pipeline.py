@@ -65,7 +65,7 @@ class Pipeline:
         """Nothing is run yet.
 
         Args:
-            stages: of the whole model.
+            stages: the stages of the whole model.
             group: the ranks of this pipeline.
             seed: of this pipeline's random numbers.
             loss: of a model and a micro-batch, as it is to be added to the loss of a step.

@@ -44,7 +44,7 @@ class Precision:
 
         Args:
             name: "fp32", "amp_bf16" or "amp_fp16".
-            device: where the run computes.
+            device: the device on which the run computes.
             by_weights: FSDP2 gathers the weights in this precision, so that no autocast is needed.
 
         Raises:

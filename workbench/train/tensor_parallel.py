@@ -35,8 +35,8 @@ def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.de
     Args:
         module: the full model, the same on each rank.
         task: with a plan; without one, a Hugging Face model's own is used.
-        layout: of the ranks.
-        device: of this rank.
+        layout: layout of the ranks.
+        device: device of this rank.
 
     Raises:
         SpecError: there is no plan.
@@ -72,7 +72,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> "dict[s
     """The plan with its patterns resolved: name of a module → how it is split.
 
     Args:
-        module: the model.
+        module: the model whose layers are split.
         plan: pattern of module names ("*" matches anything) → one of STYLES.
         ranks: over which a layer is split.
 

@@ -174,7 +174,7 @@ class BatchLengths(JsonDataclass, display.Shown):
         """How many times faster an epoch is than as it is.
 
         Args:
-            name: of a plan.
+            name: name of a plan in `plans`.
         """
         return self["as it is"].seconds / self[name].seconds
 
@@ -299,7 +299,7 @@ class LengthGrid:
         Args:
             sizes: length of each sample.
             orders: indices of each rank in the first epoch, then in the second …
-            ranks: that share the samples.
+            ranks: number of ranks that share the samples.
             accumulation: micro-batches of a step.
             micro_batch: samples of each.
         """

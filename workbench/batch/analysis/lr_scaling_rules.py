@@ -61,9 +61,9 @@ def damped_factor(batch: float, to_batch: float, noise: float, exponent: float =
 
     Args:
         batch: samples per step, before.
-        to_batch: after.
+        to_batch: samples per step, afterwards.
         noise: the batch at which noise and signal are equal; infinite = noise only.
-        exponent: see `law_exponent`.
+        exponent: exponent of the law; see `law_exponent`.
 
     Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2.
     """
@@ -151,7 +151,7 @@ def rule_validity(
     """Do the assumptions of a rule hold at the new batch?
 
     Args:
-        rule: that is used.
+        rule: the rule that is used, one of RULES.
         requested: the one that the caller named.
         noise: samples; None = not known.
         critical: is the noise a critical batch that was measured, not only the noise scale of gradients?
@@ -220,7 +220,7 @@ def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int
     """The rule to use, and why.
 
     Args:
-        rule: that the caller named.
+        rule: the rule that the caller named: one of RULES, or "auto".
         noise: samples; None = not known.
         strict: raise where Malladi's rule is not defined, instead of falling back to the square root alone.
 
@@ -294,7 +294,7 @@ def scale_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, d
     Args:
         given: steps at the old batch; None or 0 = no warm-up.
         batch: samples per step, before.
-        to_batch: after.
+        to_batch: samples per step, afterwards.
         rises: the learning rate becomes larger.
         dataset_size: samples of an epoch; None = not known.
     """

@@ -150,7 +150,7 @@ class NoiseScale(display.Shown, JsonDataclass):
             dataset_size: samples that a step is drawn from without repetition; None = drawn independently.
             every: every how many-th step was measured.
             optimizer: settings of the optimizer.
-            notes: further remarks.
+            notes: further remarks, which the result keeps.
 
         Raises:
             NoiseScaleError: fewer than two groups or two steps, or no step has gradients that are numbers.
@@ -278,7 +278,7 @@ def noise_scale_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes:
     Args:
         ranks: the rows of each rank: a head, then per step the mean square of its micro-batches' gradients, and its share of the square of
             the mean gradient. Steps that not all ranks have written yet do not count.
-        notes: further remarks.
+        notes: further remarks, which the result keeps.
 
     Raises:
         NoiseScaleError: a rank has not begun, or there are too few steps with finite gradients.

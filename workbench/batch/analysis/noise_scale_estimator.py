@@ -89,7 +89,7 @@ def fieller_interval(trace: Numbers, squares: Numbers, level: float) -> tuple[fl
 
     Args:
         trace: numerator, two or more independent values.
-        squares: denominator.
+        squares: values of the denominator, one per step.
         level: share of intervals that contain the true value, such as 0.9.
 
     Returns:

@@ -60,8 +60,8 @@ class LossCurve:
             rows: with "step", "samples" (so far) and "loss".
             window: its samples, at least one step's.
             plan: "old" or "new".
-            seed: of the run.
-            samples_per_sec: of the run.
+            seed: seed of the run.
+            samples_per_sec: samples per second of the run.
         """
         windows: dict[int, list[float]] = {}
         step = 0

@@ -67,7 +67,7 @@ class Throughput(display.Shown, JsonDataclass):
         Args:
             given: a Throughput; micro-batch → samples per second of all ranks; runs of a sweep over micro_batch; or one number, the samples
                 per second at `micro_batch`.
-            micro_batch: of the one number.
+            micro_batch: micro-batch at which a single number was measured.
             world_size: ranks that reached it, of a mapping or a number.
 
         Raises:

@@ -231,7 +231,7 @@ class TrialScheduler:
     """Decides from the trials that have ended which to run next.
 
     Args:
-        order: the requested trials.
+        order: the requested trials: optimizers, rules and batches.
         rates: (optimizer, rule, batch) → learning rate, for the rules; (optimizer, "none", base batch) for the search.
     """
 

@@ -99,7 +99,7 @@ class StepDriver:
         """Take one optimizer step; its loss, the mean over the ranks, infinite if the gradients overflow in every try (fp16).
 
         Args:
-            lr: of the first group.
+            lr: learning rate of the optimizer's first group.
             batch: None = the feed's next.
 
         Raises:
@@ -218,7 +218,7 @@ def find(
         optimizer: likewise. Groups keep the ratios of their learning rates; the result is that of the first group.
         low: learning rate at which sweeps begin; None = by the first sweep.
         high: where they end; None = by the first sweep.
-        sweeps: seeds.
+        sweeps: number of sweeps, each with a seed of its own.
         iterations: steps of a sweep.
         race_steps: of each candidate in each round of the race; 0 = no race.
         accumulation: batches per step.

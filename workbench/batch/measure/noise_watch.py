@@ -133,7 +133,7 @@ class NoiseWatch:
         Args:
             micro_batch: samples in one backward; None = as given at the beginning.
             optimizer: settings to keep in the result.
-            notes: further remarks.
+            notes: further remarks, which the result keeps.
 
         Raises:
             NoiseScaleError: one group per step, fewer than two steps, or no finite gradients.
@@ -188,8 +188,8 @@ def measure(
         step: `step(batch)` does one whole optimizer step.
         loader: gives the batches; a DataLoader or any iterable.
         model: that is trained; None = the one that the step's closure, `self` or globals hold.
-        optimizer: likewise.
-        steps: how many to take.
+        optimizer: what updates the model; None = it is found as well.
+        steps: number of steps to take.
         micro_batch: samples in one backward; None = those of a batch, divided by its backwards.
         go_on: called with the number of steps done, before each; false = end with these. With several ranks, who must take equally many
             steps, its answer does not count.

@@ -96,7 +96,7 @@ class Cluster(display.Shown, JsonDataclass):
         Args:
             device: kind of GPU, or its name.
             gpus_per_node: GPUs in a node.
-            intra: links inside a node.
+            intra: link between GPUs of a node.
             inter: links between nodes, per GPU while all GPUs of a node send.
             name: name of the cluster.
             source: where the figures come from.

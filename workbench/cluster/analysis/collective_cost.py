@@ -172,7 +172,7 @@ def hierarchical_all_reduce(size: float, *, nodes: int, per_node: int, intra: Li
 
     Args:
         size: bytes that each GPU has.
-        nodes: k.
+        nodes: number of nodes, k.
         per_node: GPUs of each, g.
         intra: the link of two GPUs of a node.
         inter: the link of two GPUs of different nodes.

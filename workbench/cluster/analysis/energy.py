@@ -163,9 +163,9 @@ def estimated(
     end: the maximal power of whole nodes, if known.
 
     Args:
-        seconds: of the work.
-        gpus: that do it.
-        device: their name.
+        seconds: seconds that the work takes.
+        gpus: number of devices that do it.
+        device: name of the devices, such as "H100".
         utilization: share of the time in which they compute.
         watts: of one under load; None = by its datasheet.
         node: name of the cluster, for the power of a whole node.
@@ -225,12 +225,12 @@ def by_time(*, seconds: float, ranks: int, device: str, utilization: float, watt
     """Energy by the devices' design power, for runs without counters.
 
     Args:
-        seconds: of the steps.
-        ranks: a device each.
+        seconds: seconds of all steps together.
+        ranks: number of ranks, with one device each.
         device: as the run's files name it; "cpu" = no GPU.
         utilization: share of the time in which they compute.
         watts: of one device under load.
-        inputs: as of `measured`.
+        inputs: prices and factors, as `measured` takes them.
 
     Raises:
         CostError: a CPU, or a device of unknown power, and no watts.

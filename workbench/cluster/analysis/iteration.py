@@ -19,10 +19,10 @@ def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", chunks: int 
     Left out: messages between stages, uneven stages, and a norm of all gradients, which makes zero-bubble schedules wait after all.
 
     Args:
-        stages: p.
+        stages: number of pipeline stages, p.
         micro_batches: m of a step and pipeline.
         schedule: one of "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v".
-        chunks: v, of "interleaved".
+        chunks: model chunks per stage, v, of "interleaved".
 
     Raises:
         CostError: a schedule that is not known, or numbers that do not fit it.
@@ -80,7 +80,7 @@ def overlap(ready: Sequence[float], seconds: Sequence[float], backward: float) -
 
     Args:
         ready: seconds into the backward at which each bucket's gradients are complete, in the order of their reduction.
-        seconds: of each bucket's all-reduce.
+        seconds: seconds of each bucket's all-reduce, in the order of `ready`.
         backward: seconds of the whole backward.
 
     Raises:

@@ -99,7 +99,7 @@ class Operator(JsonDataclass):
         """Of all its calls, at a share of the device's peak and, for those that are bound by memory, of its bandwidth.
 
         Args:
-            device: whose datasheet counts.
+            device: the device whose datasheet counts.
             share: of the peaks, that of products for a GPU that is not in BEST_PRODUCT; the bandwidth's is that of "memory" at best.
         """
         if not self.flops and not self.bytes:

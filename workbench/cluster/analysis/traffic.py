@@ -210,7 +210,7 @@ class TrafficTime(display.Shown):
 
         Args:
             forward: seconds of computing of all micro-batches' forwards.
-            backward: of their backwards.
+            backward: seconds of its backwards in a step.
 
         Raises:
             CostError: seconds below 0.

@@ -199,21 +199,21 @@ def with_rebuilt_buckets(
     static_graph: bool = False,
     compression: str = "none",
 ) -> list[CollectiveCall]:
-    """The collectives of a later step: DDP rebuilds its buckets after the first one, in the order in which gradients arrived.
+    """Return the collectives of a later step: after the first one, DDP rebuilds its buckets in the order in which gradients arrived.
 
     torch's own function assigns the buckets. With find_unused_parameters DDP keeps the first buckets, in the order of the parameters, and
     reduces which parameters were used: 4 bytes for each. With static_graph, parameters without a gradient come first, and are reduced.
 
     Args:
-        calls: of a first step.
-        bucket_positions: of the buckets in `calls`; none where a gradient was missing.
+        calls: the collectives of a first step, in their order.
+        bucket_positions: places of the buckets in `calls`; none where a gradient was missing.
         models: each DDP, built without find_unused_parameters (a rank of a pipeline has one per stage); any other module has no buckets.
         order: parameters in the order in which gradients arrived.
         names: id of a parameter → name of its module.
         like: an example of a bucket's collective.
         find_unused: does the planned model use find_unused_parameters?
-        static_graph: does it use static_graph?
-        compression: its gradient_compression; PowerSGD's after its start.
+        static_graph: was DDP given static_graph=True?
+        compression: the knob gradient_compression; of PowerSGD, the step comes after it has started to compress.
     """
     wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
     if not wrapped:
@@ -262,7 +262,7 @@ def bucket_assignment(known: Sequence[nn.Parameter], model: DistributedDataParal
     """Indices of parameters by bucket, as torch assigns them, in the order of reduction.
 
     Args:
-        known: parameters.
+        known: the parameters that DDP reduces.
         model: whose bucket sizes to use.
         ordered: parameters are in the order in which their gradients arrive; else in that of the model.
     """

@@ -156,7 +156,7 @@ def simulate_steps(
         seconds_of: of an all-reduce of so many bytes.
         bucket_cap_mb: of DDP; None = torch's own.
         scale: seconds of this machine for each emulated one; None = a virtual clock.
-        steps: how many.
+        steps: number of steps that are returned.
 
     Raises:
         ProcessGroupError: this process has a process group already.

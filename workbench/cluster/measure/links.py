@@ -27,9 +27,9 @@ def call_of(kind: str, size: int, device: torch.device) -> Callable[[], Any]:
     """A function that does a collective of fp32 numbers once.
 
     Args:
-        kind: one of KINDS.
+        kind: name of the collective, one of KINDS.
         size: bytes, of `rounded`; what each rank has, or all ranks' parts together.
-        device: of the tensors.
+        device: device on which its tensors lie.
     """
     ranks, count = dist.get_world_size(), size // 4
     whole = torch.zeros(count, device=device)
@@ -74,10 +74,10 @@ def time_links(
     """Seconds of collectives, on each rank the same. All ranks have to call it.
 
     Args:
-        kinds: of KINDS.
+        kinds: names of the collectives, some of KINDS.
         sizes: bytes, which are rounded up.
-        device: of this rank.
-        repeats: blocks of each.
+        device: device of this rank, on which its tensors lie.
+        repeats: timed blocks of each collective and size.
         budget_s: seconds for all blocks, about; one collective of each comes at least.
         seen: called after each round with the number of rounds done, of all rounds, and the points so far.
     """

@@ -26,7 +26,7 @@ class FolderSource(Source):
     left out.
 
     Args:
-        path: of the folder.
+        path: path or URL of the folder.
         check: compare with the checksums of a manifest, where there is one.
         on_error: see `Source`.
         follow_links: read symbolic links to files inside the folder as further files. They are left out otherwise, since they are

@@ -156,7 +156,7 @@ def delivery_seconds(making: Sequence[float], workers: int, queue: int, training
 
     Args:
         making: seconds to make each batch; the first half, in which queues fill up, is not counted.
-        workers: n.
+        workers: number of workers, n.
         queue: batches that are on their way or ready, at most.
         training: seconds that training takes for a batch.
     """
@@ -387,7 +387,7 @@ class LoaderModel:
         """The prediction for 0 to `most` workers (None: a little beyond the recommended number and that of now).
 
         Args:
-            most: workers.
+            most: the largest number of workers.
             persistent_workers: those that there are now, which are predicted as they are. All others are recommended ones: they persist.
 
         Raises:

@@ -106,7 +106,7 @@ def surely_gains(remedy: Remedy, crowded: bool) -> bool:
 
     Args:
         remedy: as `with_model_error` gave it.
-        crowded: as there.
+        crowded: did other processes take cores, as for `with_model_error`?
     """
     return gain_of(remedy) > math.exp(MODEL_ERRORS[crowded]["loader"]) if remedy.ceiling else remedy.low > 1
 

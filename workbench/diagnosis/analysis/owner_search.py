@@ -75,7 +75,7 @@ class Decision:
 
 
 def effects(reruns: Sequence[Rerun]) -> dict[Changes, list[float]]:
-    """Set of differences → log ratio of each of its trainings to the A's before and after it, interpolated by their places."""
+    """Compare each training with the A's before and after it, interpolated by their places: set of differences → log ratios."""
     base = [(place, math.log(rerun.value)) for place, rerun in enumerate(reruns) if not rerun.changes and rerun.value > 0]
     found: dict[Changes, list[float]] = {}
     for place, rerun in enumerate(reruns):
@@ -93,9 +93,12 @@ def effects(reruns: Sequence[Rerun]) -> dict[Changes, list[float]]:
 
 
 def effect(reruns: Sequence[Rerun], changes: Changes, usual: float) -> Interval | None:
-    """The log ratio that some differences bring, with its interval; None = not measured. The spread of the other sets counts as well.
+    """Estimate the log ratio that some differences bring, with its interval, in which the spread of other sets counts; None = not measured.
 
-    `usual` is the standard deviation of such ratios, as known beforehand.
+    Args:
+        reruns: the trainings so far, in their order.
+        changes: names of the differences.
+        usual: standard deviation of such ratios, as known beforehand.
     """
     each = effects(reruns)
     if changes not in each:
@@ -108,13 +111,13 @@ def effect(reruns: Sequence[Rerun], changes: Changes, usual: float) -> Interval 
 
 
 def level(reruns: Sequence[Rerun], usual: float) -> Interval | None:
-    """The log of what run A gives today, with its interval; None = not measured."""
+    """Estimate the log of what run A gives today, with its interval; None = not measured."""
     values = [math.log(rerun.value) for rerun in reruns if not rerun.changes and rerun.value > 0]
     return repeated_interval(values, spread=Spread(usual**2, SPREAD_DEGREES)) if values else None
 
 
 def _noise(reruns: Sequence[Rerun], usual: float) -> float:
-    """The standard deviation of an effect: `usual`, or what follows from how run A's own trainings differ from one to the next.
+    """Return the standard deviation of an effect: `usual`, or what follows from how run A's own trainings differ from one to the next.
 
     A training and the mean of the two A's beside it vary by 3/2 of the variance of one, two successive A's by twice that variance.
     """
@@ -130,13 +133,13 @@ Guess = Callable[[random.Random], Callable[[Changes], float]]
 def trainings_to_go(
     reruns: Sequence[Rerun], decide: Callable[[Sequence[Rerun]], Decision], guess: Guess, usual: float, *, recorded: float = 1.0
 ) -> int | None:
-    """How many trainings more a search is likely to take, if they vary as those so far: LIKELY of DRAWS simulated ones have ended by then.
+    """Predict how many more trainings a search takes, if they vary as those so far: LIKELY of DRAWS simulated ones have ended by then.
 
     Args:
-        reruns: the trainings so far.
-        decide: what follows from some trainings.
-        guess: what differences may bring.
-        usual: as in `effect`.
+        reruns: the trainings so far, in their order.
+        decide: function that decides from some trainings what to do next.
+        guess: function that draws what differences may bring.
+        usual: standard deviation of an effect, as in `effect`.
         recorded: what run A gave, which counts where it was not trained yet.
 
     Returns:
@@ -158,7 +161,13 @@ def trainings_to_go(
 
 
 def one_owner(reruns: Sequence[Rerun], whole: Changes, expected: float) -> Guess:
-    """Each difference brings what it brought alone so far; one of the others, by chance, the rest of what all brought, or of `expected`."""
+    """Guess that each difference brings what it brought alone so far, and one of the others, drawn by chance, the rest.
+
+    Args:
+        reruns: the trainings so far, in their order.
+        whole: names of all differences.
+        expected: log ratio that all of them bring together, where that was not measured.
+    """
     means = {changes: statistics.fmean(values) for changes, values in effects(reruns).items()}
     known = {name: means[name,] for name in whole if (name,) in means}
 
@@ -174,10 +183,14 @@ def one_owner(reruns: Sequence[Rerun], whole: Changes, expected: float) -> Guess
 def decide(
     reruns: Sequence[Rerun], differences: Sequence[str], recorded: tuple[float, float], usual: float, *, change: Interval | None = None
 ) -> Decision:
-    """What to run next after `reruns`, or which of the `differences` (the most suspect first) is to blame; `usual` as in `effect`.
+    """Decide what to run next, or which difference is to blame.
 
-    `change` is the log ratio of what was `recorded` of A and B. Where 0 is in it, and today's trainings bring no change either, there is
-    nothing to explain.
+    Args:
+        reruns: the trainings so far, in their order.
+        differences: names of the differences, the most suspect first.
+        recorded: what runs A and B gave: seconds, bytes or loss.
+        usual: standard deviation of an effect, as in `effect`.
+        change: log ratio of what was recorded. If 0 is in it, and today's trainings bring no change either, there is nothing to explain.
     """
     whole, regression = tuple(differences), math.log(recorded[1] / recorded[0])
     near, far = sorted((abs(change.low), abs(change.high))) if change else (abs(regression),) * 2
@@ -208,8 +221,12 @@ def decide(
 
 
 def _further(seen: Interval, count: int, expected: float) -> int:
-    """How many trainings more of a set with this effect there should be after `count`; 0 = as many as are allowed would hardly tell it from
-    none. `expected` is the log ratio that it is to be told from.
+    """Return how many more trainings of a set to make; 0 = as many as are allowed would hardly tell its effect from none.
+
+    Args:
+        seen: its effect so far, a log ratio.
+        count: its trainings so far.
+        expected: log ratio from which the effect is to be told.
     """
     if count < MOST:
         return 1
@@ -219,18 +236,18 @@ def _further(seen: Interval, count: int, expected: float) -> int:
 
 
 def _in_turns(numbers: Mapping[Changes, int]) -> tuple[Changes, ...]:
-    """So many trainings of each set, with run A between two of the same."""
+    """Order so many trainings of each set, with run A between two of the same."""
     rounds = [[changes for changes, number in numbers.items() if number > i] for i in range(max(numbers.values()))]
     return tuple(changes for i, each in enumerate(rounds) for changes in ([()] if i else []) + each)
 
 
 def _along(seen: Interval, sign: float) -> tuple[float, float, float]:
-    """An effect in the direction of the regression: low, mid, high."""
+    """Return an effect in the direction of the regression: low, mid, high."""
     return (seen.low, seen.mid, seen.high) if sign > 0 else (-seen.high, -seen.mid, -seen.low)
 
 
 def _machine(reruns: Sequence[Rerun], recorded: tuple[float, float], usual: float) -> Decision:
-    """Is run A today as run B was ("still"), or as it was itself ("over")?"""
+    """Decide whether run A is today as run B was ("still"), or as it was itself ("over")."""
     now = level(reruns, usual)
     if now is None:
         return Decision(kind="measure", measure=((),))
@@ -245,7 +262,7 @@ def _machine(reruns: Sequence[Rerun], recorded: tuple[float, float], usual: floa
 
 
 def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, failed: Mapping[Changes, str], least: int) -> Decision:
-    """The parts of a set that bring its effect."""
+    """Decide which parts of a set bring its effect: try up to SINGLY differences one by one, of more their halves."""
     if len(whole) == 1:
         return Decision(kind="owner", owner=whole)
     total = effect(reruns, whole, usual)
@@ -297,7 +314,7 @@ def _owner(reruns: Sequence[Rerun], whole: Changes, sign: float, usual: float, f
 def _each(
     reruns: Sequence[Rerun], parts: Sequence[Changes], sign: float, usual: float, failed: Mapping[Changes, str], least: int
 ) -> Decision:
-    """The owners in the parts of a set that have some."""
+    """Decide on each of some parts of a set that bring its effect, and put the owners together."""
     decisions = [_owner(reruns, part, sign, usual, failed, least) for part in parts]
     if wanted := tuple(changes for decision in decisions if decision.kind == "measure" for changes in decision.measure):
         return Decision(kind="measure", measure=wanted)

@@ -55,7 +55,7 @@ def remedies_for(
     other parts where the largest is time outside all phases.
 
     Args:
-        evidence: of one training step.
+        evidence: what was measured of one training step.
         judgement: what follows from it.
         spec: what was diagnosed, if it was a spec or a run: its fields can be changed.
         outside: the spec is that of a script that can be launched with other arguments.

@@ -211,7 +211,7 @@ def compare(
     """Compare two trainings as they are and in fp64.
 
     Args:
-        names: of the two.
+        names: names of the two trainings.
         run: (0 or 1, in fp64?, steps, is that enough?) → what that training computes; may raise OutOfTime in fp64.
         say: told what comes now, and what is known.
         steps: of each training, at most.

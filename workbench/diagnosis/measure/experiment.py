@@ -85,7 +85,7 @@ def experiment(
         step: `step(batch)` does one optimizer step. With `accumulation` it gets a tuple of so many batches.
         loader: gives the batches; a DataLoader or any iterable.
         model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
-        optimizer: likewise.
+        optimizer: what updates it, or several; None = found in the same places.
         budget_s: seconds that it may take, about.
         accumulation: batches per step.
         progress: called with what is tried now, and what is known so far.

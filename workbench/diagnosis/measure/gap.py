@@ -67,8 +67,8 @@ def measure_gap(
 
     Args:
         step: takes one optimizer step with a batch, or a tuple of `accumulation` batches.
-        loader: of this rank.
-        models: what is trained.
+        loader: gives the batches of this rank.
+        models: the modules that are trained.
         budget_s: seconds that it may take, about; the same on all ranks.
         accumulation: batches per step.
         threads: of a rank, for one operator.

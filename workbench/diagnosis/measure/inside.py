@@ -118,14 +118,14 @@ clocks are right."""
 
 
 def read_events(events: Events, steps: int, *, ranks: bool = False, short: float = SMALL_OP) -> Inside:
-    """What a trace of some steps says.
+    """Compute from the events of some traced steps what their time is made of.
 
     On a CPU an operator is what torch records as one, in whatever thread, backward nodes included; a Python function or hook in backward
     is not one. On a GPU it is a kernel or a copy.
 
     Args:
-        events: of the steps.
-        steps: how many there were.
+        events: events of the traced steps, as columns.
+        steps: number of steps that were traced.
         ranks: do other ranks take part?
         short: seconds of an operator, on a CPU, that is mostly the cost of its call.
     """
@@ -322,17 +322,17 @@ def look(
     ranks: bool = False,
     short: float = SMALL_OP,
 ) -> tuple[Inside, str | None]:
-    """Look inside a step.
+    """Trace a step, time it without the trace, and sample its stack, to see what its time is made of.
 
     `call` is called 2 × `plain` + `traced` + 1 times, whatever happens, so that several ranks can look at the same time.
 
     Args:
         call: does one step on a batch that is there already.
-        traced: steps to trace.
-        plain: steps to time without a trace, half of them before it and half after it; and as many to sample afterwards.
+        traced: number of steps to trace.
+        plain: number of steps to time without a trace, half of them before it and half after it; and as many to sample afterwards.
         synchronize: waits for the device; None on a CPU.
         ranks: do other ranks take part? Then collectives are looked for.
-        short: as for `read_events`.
+        short: seconds of an operator, on a CPU, that is mostly the cost of its call.
 
     Returns:
         What was measured, and why there was no trace, if there was none: then `ops` is nan.

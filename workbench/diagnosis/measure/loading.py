@@ -197,7 +197,7 @@ def start_up(feed: Feed, making: float) -> float | None:
     """Seconds that a pass costs beyond its batches: to start the workers, to make the first batch where that is slower, and to end.
 
     Args:
-        feed: which counted them.
+        feed: the feed whose passes over the loader were counted.
         making: seconds to make one batch, which the first one takes in any case.
     """
     starts = feed.start_ups[1:] or feed.start_ups  # the very first imports, and fills caches

@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, *, operators: bool) -> None:
         """
         Args:
-            model: whose modules are named.
+            model: the model whose modules are named.
             operators: record each operator, and the modules inside; False = the model as a whole, as for one that is compiled.
         """
         super().__init__()  # type: ignore[no-untyped-call]

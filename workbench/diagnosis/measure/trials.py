@@ -85,15 +85,15 @@ def treatments(
 
     Args:
         models: what the step trains.
-        optimizers: and how.
-        replay: the batches.
-        device: where it computes.
-        precision: in which.
+        optimizers: what updates these models.
+        replay: the batches that are used again.
+        device: device on which the step computes.
+        precision: precision of the step: "fp32", "amp_bf16" or "amp_fp16".
         accumulation: batches per step.
-        world_size: ranks.
+        world_size: number of ranks that train together.
         gc_share: fraction of the step that Python's garbage collector takes.
         optimizer_share: fraction of the full step that the optimizer takes at most; another implementation saves no more.
-        noise: of other processes.
+        noise: what other processes took so far.
     """
     first = replay.first
     each = _each(accumulation)
@@ -203,8 +203,8 @@ class Trials:
         """Prepare; nothing is run yet.
 
         Args:
-            bench: times the blocks.
-            replay: the batches.
+            bench: times the blocks, on all ranks together.
+            replay: the batches that are used again.
             rewind: puts the weights back.
             full: seconds of a full step.
             lead: fraction of it that the removal of a part saves which was tried before, for certain: a part that saves less is not blamed.

@@ -59,7 +59,7 @@ class Watched(TorchFunctionMode):
     def __init__(self, models: Sequence[nn.Module], *, shuffle: torch.Generator | None = None) -> None:
         """
         Args:
-            models: whose modules are named.
+            models: the models whose modules are named.
             shuffle: draws an order for the targets of each loss; None = they stay.
         """
         super().__init__()

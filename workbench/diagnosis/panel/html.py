@@ -93,10 +93,10 @@ def verdict(result: Diagnosis) -> str:
 
 
 def remedy(remedy: Remedy, proof: Proof | None, scale: float) -> str:
-    """A remedy: its predicted gain and, once it was proved, the measured one beside it.
+    """Return a remedy as HTML, with its predicted gain and, once it was proved, the measured one beside it.
 
     Args:
-        remedy: with its prediction.
+        remedy: the remedy with its predicted gain.
         proof: its proof, if there is one.
         scale: speedup that fills the whole width, the same for all remedies of a list.
     """

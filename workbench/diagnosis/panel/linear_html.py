@@ -100,7 +100,7 @@ def tiles(answer: WhyNotLinear, drawn: Waterfall, price: float, earlier: float |
 
     Args:
         answer: for the ranks that are picked.
-        drawn: its rows.
+        drawn: the waterfall, whose rows are the parts.
         price: money per hour of a device; 0 = relative to one rank.
         earlier: throughput that was predicted before it was measured; None = it was not.
     """

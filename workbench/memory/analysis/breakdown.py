@@ -277,16 +277,16 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
 def _read(
     log: MemoryLog, *, granularity: int, simulated: bool, reserved: int | None, scratch: int, retries: int, notes: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The fields of a MemoryBreakdown that a log decides.
+    """Replay a log, and return the fields of a MemoryBreakdown that follow from it: the peak, what holds it, and the peaks of each part.
 
     Args:
-        log: what a recorder wrote.
+        log: allocations and frees, as a recorder wrote them.
         granularity: bytes that each storage is rounded up to a multiple of.
         simulated: CUDA's allocator is simulated: it says what is reserved, and counts what it does not split off a block.
-        reserved: measured, where it is known.
+        reserved: measured bytes that the allocator reserved; None = not known.
         scratch: bytes of the measured peak above the log's.
-        retries: measured.
-        notes: beside those of the log.
+        retries: measured retries of the allocator.
+        notes: further notes, beside those of the log.
     """
     replay = Replay(log, granularity)
     counted: Numbers = replay.total

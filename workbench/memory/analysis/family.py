@@ -107,7 +107,7 @@ class Family:
         """Bytes in live tensors at the peak; `allocator(x).peak_allocated` has what CUDA does not split off, too.
 
         Args:
-            x: the value.
+            x: the value of the quantity that the family varies.
             granularity: bytes that each storage is rounded up to a multiple of.
         """
         return int(self._totals(x, granularity)[1].max())
@@ -164,7 +164,7 @@ class Family:
         """The breakdown at the value `x`.
 
         Args:
-            x: the value.
+            x: the value of the quantity that the family varies.
             fields: of `MemoryBreakdown.from_log`; `kind` is "predicted" unless said otherwise.
         """
         log = dataclasses.replace(self._log, events=self._events(self.sizes(x)))  # only the events' sizes are read: no records are made
@@ -174,7 +174,7 @@ class Family:
         """The largest value whose bytes stay within a limit, by doubling and bisection; 0 if not even 1 does.
 
         Args:
-            limit: bytes.
+            limit: bytes that may be used.
             of: value → bytes, growing with it; None: the peak as CUDA rounds it.
 
         Raises:

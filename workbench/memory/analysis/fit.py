@@ -88,7 +88,7 @@ def fit(held: int, outside: NonPyTorchMemory | None, name: str, capacity: int, m
         held: bytes that the allocator reserves, else those that are allocated.
         outside: memory outside of the allocator there; None = nothing.
         name: of the device; "" = a number of bytes was given.
-        capacity: its bytes.
+        capacity: bytes of the device.
         margin: fraction 0..1 of the capacity that is to stay free.
 
     Raises:

@@ -40,7 +40,7 @@ class MemoryTimeline(JsonDataclass):
         """The points of a replayed log that a picture needs: both sides of every mark, the largest and the last of every bin between.
 
         Args:
-            replay: the log.
+            replay: the log of the allocator, replayed.
             peak: position of the moment to mark; None: where the total is largest.
             most: points that are kept, about.
         """

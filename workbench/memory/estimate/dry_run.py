@@ -93,7 +93,7 @@ class AssumedValues:
         """The value of a fake tensor with one element, of which nothing is known.
 
         Args:
-            tensor: its value is requested.
+            tensor: a fake tensor of one element, whose value is requested.
             count: it is worth a note: the answer may decide what memory is needed.
 
         Raises:

@@ -46,7 +46,7 @@ def fake_process_group(
 
     Args:
         world_size: ranks, 1 to 8192.
-        rank: of this process.
+        rank: rank of this process, from 0.
         bucket_seen: called with each bucket of gradients that DDP reduces.
 
     Yields:

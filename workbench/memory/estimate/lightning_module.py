@@ -29,7 +29,7 @@ def trained(task: Task, model: nn.Module) -> Task:
     Where no loss was given, training_step is the loss, and configure_optimizers makes the optimizer, unless one was given.
 
     Args:
-        task: what is estimated.
+        task: the task whose memory is estimated.
         model: of this task, in a dry run, which puts back its class and attributes.
     """
     if not (isinstance(task.loss, DefaultLoss) and is_lightning(model)):
@@ -104,7 +104,7 @@ def configured(module: Any) -> Callable[[Iterable[Tensor]], Optimizer]:
     """A Task's optimizer: the one that configure_optimizers of a LightningModule makes.
 
     Args:
-        module: that is trained.
+        module: the LightningModule that is trained.
     """
 
     def configure_optimizers(parameters: Iterable[Tensor]) -> Optimizer:

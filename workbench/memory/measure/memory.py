@@ -177,7 +177,7 @@ def breakdown(
     """The record of the tensors and the allocator's counts, combined.
 
     Args:
-        truth: the allocator's word.
+        truth: the allocator's own counts of bytes.
         drifts: other threads give memory back, which a CPU's profiler does not see: it counts too much, and least in the step that is
             nearest to the truth.
         cyclic: records of storages that only Python's collector frees.

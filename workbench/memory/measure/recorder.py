@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Register a model's modules, parameters and buffers; call it again after they were replaced.
 
         Args:
-            model: of the training.
+            model: the model that is trained.
             averages: of its parameters, by their names; they count as buffers of their modules.
             hooks: DDP's communication hooks, with their states. What they keep is made in threads of the communication, where no operator
                 is seen, so it is looked for after each backward and each step.

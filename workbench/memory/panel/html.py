@@ -210,7 +210,7 @@ def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool 
     Args:
         rows: from top to bottom, on one scale; predictions are hatched.
         capacity: bytes of the device that may be used; None = not known.
-        device: its name.
+        device: name of the device.
         stale: they are of another configuration than the knobs say: one that is still being estimated.
     """
     shown = list(rows)

@@ -165,10 +165,10 @@ def run_experiment(
     """Launch an experiment, and wait for its end as `wait_for` does.
 
     Args:
-        spec: to launch.
+        spec: the training that is launched for it.
         name: of the run, for people.
         order: what to do; its `budget_s` is the seconds that it may take, about.
-        runs_dir: see above.
+        runs_dir: folder of the run directory; None = `runs` in the current folder.
         program: of `runs/entrypoints.py`; it runs the experiment.
         show, tick, finish: see `wait_for`.
     """

@@ -35,8 +35,8 @@ def kill_steps(writes: Sequence[int], total: int, kills: int, chosen: random.Ran
     Args:
         writes: steps that the undisturbed script had taken at each of its writes, as measured.
         total: those at its end; 0 or 1 = steps tell nothing, and the kills are chosen by writes: one try, an empty list.
-        kills: how many.
-        chosen: chooses.
+        kills: number of kills in each try.
+        chosen: generator that draws the steps.
     """
     if total < 2:
         return [[]]

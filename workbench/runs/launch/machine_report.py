@@ -108,7 +108,7 @@ def probe_torch(*options: str, timeout: float = PATIENCE) -> dict[str, Any]:
 
     Args:
         options: "fresh" measures all speeds anew; "links" also those between two GPUs.
-        timeout: seconds.
+        timeout: seconds after which the process is given up.
     """
     command = [sys.executable, "-m", START, MACHINE, *options]
     try:

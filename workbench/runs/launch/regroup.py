@@ -73,7 +73,7 @@ class Agreement:
         """Say that this machine is ready.
 
         Args:
-            run_dir: that all machines see.
+            run_dir: run directory, which all machines see.
             node: this machine's `rank`, the `members` of the `attempt` that has ended, and the `silence` that is allowed, in seconds.
             endpoint: host:port where the others could meet it.
             propose: gives the plan for the machines that are ready, the others being lost: which are `members`, and why the run `ends`

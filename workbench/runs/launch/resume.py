@@ -66,7 +66,7 @@ def archive_attempt(
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
     Args:
-        path: of the run.
+        path: run directory of the run.
         number: of that attempt; None = by `attempts`.
         copy_log: the guard goes on, and writes into its log.
         machines: of several, those whose guards go on.

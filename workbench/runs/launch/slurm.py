@@ -112,8 +112,8 @@ class Slurm:
 
         Args:
             spec: what runs.
-            run_dir: its directory.
-            name: of the job.
+            run_dir: run directory of the job.
+            name: name of the job.
             python: interpreter that all machines have.
         """
         gpus = self.gpus

@@ -70,7 +70,7 @@ class RunListPanel:
     def __init__(self, folder: str | os.PathLike[str] = "runs") -> None:
         """
         Args:
-            folder: where run directories are.
+            folder: the folder of the run directories.
 
         Raises:
             ValueError: it is not a folder.
@@ -217,7 +217,7 @@ def runs(folder: str | os.PathLike[str] = "runs") -> RunListPanel:
     """Return the panel of the runs in a folder: always the same one, however often it is shown.
 
     Args:
-        folder: where run directories are.
+        folder: the folder of the run directories.
 
     Raises:
         ValueError: it is not a folder.

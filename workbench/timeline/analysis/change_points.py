@@ -89,7 +89,7 @@ class ChangePoints:
         """Nothing is known yet.
 
         Args:
-            series: their names.
+            series: names of the series.
             floor: added to each value, as a part of the first series' first level: what is close to 0 does not matter, however it varies.
                 To a series that is `upward`, as a part of its own.
             upward: tell only what rises, and hold it only against earlier rises: of what is meant to fall, such as a loss. True = of all

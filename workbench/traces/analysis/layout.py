@@ -256,13 +256,13 @@ def tiles(
     that makes too many, the pieces become longer.
 
     Args:
-        layout: the rows.
-        start: nanoseconds.
-        end: where the window ends.
+        layout: the rows, with the events of each.
+        start: nanoseconds at which the window begins.
+        end: nanoseconds at which it ends.
         rows: from this one up to, not including, that one; None = all.
         bins: pieces of time: half the dots that a row has.
         most: rectangles at most; but at least three in each row that is looked at.
-        chosen: which events are highlighted.
+        chosen: for each event: is it highlighted?
 
     Raises:
         ValueError: it ends before it begins.

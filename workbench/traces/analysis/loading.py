@@ -181,7 +181,7 @@ def write_cache(loaded: Loaded, key: str) -> Path | None:
     """Write the cache atomically: beside the file or, where that cannot be written, into the user's cache.
 
     Args:
-        loaded: the trace.
+        loaded: the trace as it was read.
         key: what its file was before it was read; if that has changed since, nothing is written.
 
     Returns:

@@ -188,8 +188,8 @@ class Ranking:
         """Rank the calls that begin in a part of the time, in nanoseconds from the first event on.
 
         Args:
-            start: where the part begins.
-            end: where it ends.
+            start: nanoseconds at which the part begins.
+            end: nanoseconds at which it ends.
             which: "operator" (of the host) or "kernel" (of the device, with its copies).
         """
         chosen = self._kinds.where(*(DEVICE if which == "kernel" else HOST)) & (self._start >= start) & (self._start < end)

@@ -127,9 +127,9 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
         Args:
             where: a directory, or paths of files.
-            cache: as in `Trace.load`.
-            steps: likewise.
-            communication: likewise.
+            cache: keep what was read in a file, as `Trace.load` does.
+            steps: pattern of the steps' annotations, as in `Trace.load`.
+            communication: patterns of further communication kernels, as in `Trace.load`.
 
         Raises:
             TraceError: there is no trace, a file cannot be read or has no rank, or two files have the same rank.

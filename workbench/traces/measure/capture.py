@@ -65,12 +65,12 @@ def capture(
 
     Args:
         step: `step(batch)` does one optimizer step.
-        loader: its batches.
+        loader: gives the batches of the step.
         steps: how many are traced, and how many are timed without the profiler.
         into: the directory; the file has the name that TensorBoard's profiler plugin looks for.
-        options: what is recorded.
+        options: what is recorded of each step.
         model: the module, or several; None = those that the step uses.
-        optimizer: likewise.
+        optimizer: what updates it; None = found as well.
         line: shows the progress, and has the budget; None = there is no limit.
 
     Raises:
@@ -129,8 +129,8 @@ def export(profiler: Any, path: Path, half: str = "") -> None:
     """Write what a profiler has recorded, packed: a whole file or none.
 
     Args:
-        profiler: has ended.
-        path: of the file.
+        profiler: a profiler of torch that has ended.
+        path: path of the file to write.
         half: the mark of a step that was interrupted, and is not to be counted.
 
     Raises:
@@ -317,8 +317,8 @@ def profiling(steps: int, options: Options, wait: Callable[[], object], *, at: i
     """A profiler that runs: after one step of warm-up it traces `steps`; `step()` of it is called after each.
 
     Args:
-        steps: how many are traced.
-        options: what is recorded.
+        steps: number of steps that are traced.
+        options: what is recorded of each step.
         wait: waits for the device.
         at: the number of the step that comes next, of which marks of steps go on.
     """

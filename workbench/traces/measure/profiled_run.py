@@ -38,11 +38,11 @@ class RunProfiler:
         """Mark the steps that will not count.
 
         Args:
-            profile: what is traced.
+            profile: which steps are traced, and what of them.
             folder: where the file goes; it is made when there is one.
             leave_out: called before the first step with the first and the last that will not count, from 0 for the first that this
                 process takes: a run that goes on from a checkpoint counts its rows anew.
-            rank: of this process.
+            rank: rank of this process, from 0.
             queue: steps whose batches the loader makes ahead at most.
             steps: of the run; None = not known.
             name: how the file's name begins; "" = with the rank.

@@ -50,7 +50,7 @@ class StepBoundaries:
         """A loop is at a place where a step ends, if one was taken in it.
 
         Args:
-            loop: which.
+            loop: the loop that is at such a place.
             lap: the step, timed; None = from the last border to here, where there is no loader to wait for.
 
         Returns:

@@ -41,7 +41,7 @@ class TraceView(anywidget.AnyWidget):
         """
         Args:
             on_message: called with the page's messages: {"ask": "pick", "row": …, "time": …}, or "next", "previous", "step", "nothing".
-            values: of the traits.
+            values: initial values of the traits.
         """
         super().__init__(**values)
         self.on_msg(lambda _view, content, _buffers: on_message(content))

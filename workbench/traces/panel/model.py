@@ -199,7 +199,7 @@ class Explored:
         """What a page draws for a window (`TraceView.window`), in the format of `TraceView.tiles`.
 
         Args:
-            window: where the reader looks.
+            window: the part of the trace that is shown.
             lit: names that are highlighted.
             choosing: is anything highlighted? With no name in `lit`, all events are pale.
         """

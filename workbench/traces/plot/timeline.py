@@ -93,7 +93,7 @@ def timeline(
     picture of 400,000 events takes hardly longer than one of 400. To zoom into it: `widgets.TraceExplorer(trace)`.
 
     Args:
-        trace: the trace to draw.
+        trace: the trace that is drawn.
         ax: the Axes to draw into; None makes a figure.
         step: the number of a step to draw alone.
         start: where the picture begins, in seconds from the first event; None = at the first step, or at the beginning of `step`.

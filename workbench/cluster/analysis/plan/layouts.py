@@ -78,8 +78,8 @@ def list_layouts(
     """All layouts. Tensor parallelism stays within a node, then come data-parallel ranks; pipelines go across nodes.
 
     Args:
-        workload: what is trained.
-        cluster: where.
+        workload: what is trained, with its layers and sizes.
+        cluster: the cluster on which it is trained.
         gpus: numbers of GPUs.
         batch: samples per step, of all GPUs.
         sharings: some of SHARINGS.
@@ -201,12 +201,12 @@ def short_list(
     (`_kinds`) follow. All are in the order of the throughput to expect.
 
     Args:
-        layouts: that fit.
+        layouts: the layouts that fit, as columns.
         total: seconds of a step of each.
         used: bytes of each.
         gpu_seconds: GPUs × seconds of each.
         sure: does the upper end of its memory fit, too?
-        chance: that its memory suffices.
+        chance: probability that its memory suffices, for each layout.
         top: most layouts to select; roles of one layout count once.
         one_size: do all have the same number of GPUs?
     """

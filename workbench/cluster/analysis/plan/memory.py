@@ -60,8 +60,8 @@ def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = H
     and NCCL's buffers come on top (`memory/analysis/non_pytorch.py`); they are known as a range.
 
     Args:
-        workload: what is trained.
-        layouts: its layouts.
+        workload: what is trained, with its layers and sizes.
+        layouts: the layouts to predict, as columns.
         device: name of each GPU.
         held: what the allocator holds over the predicted bytes.
     """

@@ -61,9 +61,9 @@ class Power:
         nodes during the slowest.
 
         Args:
-            gpus: that work.
-            steps: how many.
-            seconds: of a step.
+            gpus: number of GPUs that work.
+            steps: number of optimizer steps.
+            seconds: seconds of a step, with their interval.
             computing: the part of them in which GPUs compute.
             device: name of each GPU.
             node: name of the cluster.

@@ -440,7 +440,7 @@ def _fitted(
 
     Args:
         search: of the model and cluster.
-        version: of the trainer.
+        version: version of the trainer whose steps were measured.
         steps: rows of one layout each, with the seconds of a step.
         deviation: of the logarithm of these seconds from those at the level.
         host: its place; None = the likeliest.

@@ -75,9 +75,9 @@ class HardwareRates:
         """A cluster's rates at shares of its peaks.
 
         Args:
-            cluster: with the links.
+            cluster: the cluster, with its links.
             peak: FLOP/s by the datasheet.
-            efficiency: share of it.
+            efficiency: share of the peak that products reach, 0 to 1.
             links: share of their bandwidth, one for all, or (inside nodes, between them).
             host: seconds in which the host launches an operator.
             latency_factors: factor by which the links' latency is multiplied, inside nodes and between them.
@@ -224,10 +224,10 @@ def ring(ranks: Ints | int, size: Floats, link: Link, rounds: int, pieces: Float
     """Seconds of a ring collective, for columns: 2 rounds are an all-reduce, 1 a gather, as in `collective_cost`.
 
     Args:
-        ranks: that take part.
+        ranks: number of ranks that take part.
         size: bytes that each has in the end.
-        link: between them.
-        rounds: of n−1 messages.
+        link: latency and bandwidth between two of them.
+        rounds: rounds of n−1 messages each, for n ranks.
         pieces: collectives into which the bytes are divided.
     """
     total: Floats = rounds * (pieces * (ranks - 1) * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
@@ -276,9 +276,9 @@ def _waits(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node:
     its stages sleep one after the other, but for the two messages that the naps of the stage with most of them hold already.
 
     Args:
-        workload: what is trained.
-        layouts: how.
-        rates: of the hardware.
+        workload: what is trained, with its layers and sizes.
+        layouts: how it is laid out over the GPUs, as columns.
+        rates: FLOP/s, bandwidths and latencies of the hardware.
         per_node: GPUs of a node.
         busy: seconds in which a stage works on all its micro-batches.
         launched: those in which the host launches one of them.

@@ -46,7 +46,7 @@ def reserve_bytes(layers: Layers, positions: int, hidden: int, output: int) -> i
         layers: of which kind, how many.
         positions: steps × batch; with packed sequences, their elements.
         hidden: hidden units of a layer and direction.
-        output: the same after projection.
+        output: hidden units of a layer and direction after projection.
 
     Returns:
         per position and direction: `STEPS` × hidden for every layer, and the outputs of all layers but the last (with dropout between

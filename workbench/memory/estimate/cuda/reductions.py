@@ -71,10 +71,10 @@ def scratch_of_sum(
     """Bytes of scratch that a sum over some axes takes; 0 where each block can finish its outputs alone.
 
     Args:
-        shape: of the input.
-        strides: likewise, in numbers.
+        shape: shape of the input.
+        strides: strides of the input, in numbers.
         axes: that are summed over, from 0.
-        processors: of the GPU.
+        processors: the GPU's multiprocessors and their limits.
         size: bytes of a number.
         accumulated: bytes of a number in which it is summed.
 

@@ -125,7 +125,7 @@ def exposed(kind: Kind, *, hidden: bool) -> Callable[[Data], Law]:
     with it what it can hide, gets shorter with the step.
 
     Args:
-        kind: of scaling.
+        kind: kind of scaling, "strong" or "weak".
         hidden: fit h too; else 0.
     """
 

@@ -65,7 +65,7 @@ def misfit(place: Any, columns: Columns, delta: float = DELTA) -> tuple[float, A
 
     Args:
         place: log A, log B, log E, α, β.
-        columns: the points.
+        columns: the points, a column per quantity.
         delta: see `DELTA`.
     """
     a, b, e, alpha, beta = place
@@ -133,10 +133,10 @@ def bootstrap(points: Points, law: Five, *, count: int, by: str = "pairs", seed:
     Args:
         points: what the law was fitted to.
         law: the fitted law; each fit begins there: other starts were never seen to end lower.
-        count: drawings.
+        count: number of drawings.
         by: one of `WAYS`.
-        seed: of the drawings.
-        delta: of the Huber loss.
+        seed: seed of the drawings.
+        delta: threshold of the Huber loss.
 
     Returns:
         `count` laws; fewer where hardly any drawing varies.
