@@ -427,13 +427,13 @@ def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -
     assert frame["low"][2] == found.ranges[2].low
     facts = json.loads(json.dumps(found.facts()))
     assert [fact["within_noise"] for fact in facts] == [None, True, False]
-    assert facts[2]["range"] == pytest.approx(found.ranges[2].to_list())
+    assert facts[2]["low"] == pytest.approx(found.ranges[2].low)
     change = wb.what_changed(base, faster, rerun=False)
     assert found.ranges[2].high == pytest.approx(1 / change.ratio.low)
     short = compare(Run.load(by_hand().steps(8).ended("finished").path), base)
     assert short.within_noise == [None, None]
     assert short.table.rows[1][-1] == "too few steps to tell"
-    assert short.facts()[1]["range"] is None
+    assert short.facts()[1]["low"] is None
 
 
 def test_a_run_that_did_not_finish_is_compared_with_a_note(by_hand: Make) -> None:

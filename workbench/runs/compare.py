@@ -127,38 +127,23 @@ class Comparison(display.Shown):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per run: seconds per phase, samples per second, speedup, the ends of its range, whether it is noise."""
-        columns = {phase: self.seconds(phase) for phase in PHASES}
+        columns, facts = {phase: self.seconds(phase) for phase in PHASES}, self.facts()
+        taken = ("samples_per_sec", "speedup", "low", "high", "within_noise")
         return display.frame(
             [
-                {
-                    "run": label,
-                    **{p: values[i] for p, values in columns.items()},
-                    "samples_per_sec": run.samples_per_sec,
-                    "speedup": up,
-                    "low": known.low if known else math.nan,
-                    "high": known.high if known else math.nan,
-                    "within_noise": noise,
-                }
-                for i, (label, run, up, known, noise) in enumerate(
-                    zip(self.labels, self.runs, self.speedups, self.ranges, self.within_noise, strict=True)
-                )
+                {"run": fact["differs"], **{p: values[i] for p, values in columns.items()}, **{name: fact[name] for name in taken}}
+                for i, fact in enumerate(facts)
             ]
         )
 
     def facts(self) -> list[dict[str, Any]]:
-        """The same as plain JSON values, with the step instead of its phases: `range` is [low, mid, high] of `ranges`."""
-        each = zip(self.runs, self.labels, self.seconds(), self.speedups, self.ranges, self.within_noise, strict=True)
+        """One row per run as plain JSON values: its directory, how it differs, and the figures of the table; None = not known."""
+        ranges = [[known.low, known.high] if known else [None, None] for known in self.ranges]
+        names = ("run", "differs", "step", "samples_per_sec", "speedup", "low", "high", "within_noise")
+        columns = (self.labels, self.seconds(), self.speedups, ranges, self.within_noise)
         return [
-            {
-                "run": str(run.path),
-                "differs": label,
-                "step": step,
-                "samples_per_sec": run.samples_per_sec,
-                "speedup": speedup,
-                "range": known and known.to_list(),
-                "within_noise": noise,
-            }
-            for run, label, step, speedup, known, noise in each
+            dict(zip(names, (str(run.path), label, step, run.samples_per_sec, up, *ends, noise), strict=True))
+            for run, label, step, up, ends, noise in zip(self.runs, *columns, strict=True)
         ]
 
     plot = display.plot_method("compare")
