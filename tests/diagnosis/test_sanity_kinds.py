@@ -208,6 +208,15 @@ def test_what_is_only_doubtful_is_told() -> None:
     assert (several.passed, several.cause) == (False, "batch_statistics")
 
 
+def test_an_evaluation_that_cannot_work_is_found_before_the_training() -> None:
+    def no_label(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        raise KeyError("label")
+
+    given = task(validation=lambda: TensorDataset(*points(40)), evaluate=no_label)
+    found = checked(given, "modes")["modes"]
+    assert (found.passed, found.cause, found.figure) == (False, "error", "evaluate fails: KeyError: 'label'")
+
+
 def test_a_language_model_is_not_blamed_after_a_few_steps() -> None:
     """In so few steps it learns nothing from right targets, either."""
     few = task(Language, next_token, lambda: (sentences()[0][:256],), optimizer="adam(lr=1e-5)")

@@ -210,6 +210,10 @@ def test_a_comparison_says_what_differs(alone: Ranks, tmp_path: Path) -> None:
     rows = {(row[0], row[1]): row[2:] for row in wb.compare(one, two).differences.rows}
     assert rows == {}
     assert wb.compare(one, two).differences.note == "nothing that was recorded differs"
+    seeded = made(tmp_path / "seeded", toy_tasks.numbers(), alone, seed=5)
+    recorded = {(row[0], row[1]) for row in wb.compare(one, seeded).differences.rows}
+    assert ("spec", "seed") in recorded
+    assert not any(section == "data" for section, _ in recorded)  # the first batch is another one
     three = made(tmp_path / "three", toy_tasks.numbers(dataset=lambda: toy_tasks.Numbers(128), evaluate=None), alone, lr=0.05)
     recorded = run_directory.read_json(three.path / run_directory.ENVIRONMENT)
     assert recorded["versions"]["torch"] == torch.__version__

@@ -73,6 +73,28 @@ def test_uneven_micro_batches_have_the_gradient_of_the_whole_batch(alone: Ranks)
     assert not torch.allclose(weights(usual.module), weights(one.module), atol=1e-4)
 
 
+def test_a_micro_batch_without_a_target_counts_nothing(alone: Ranks) -> None:
+    """The mean over no targets is NaN, as masked prompts have them."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).expand(-1, 2) * Tensor([1.0, -1.0]), batch[1])
+
+    task = toy_tasks.numbers(loss=loss, weight=lambda batch: (batch[1] != -100).sum(), optimizer="sgd(lr=0.1)")
+    one, two, three = (Trainer(spec_of(micro_batch=size, accumulation=16 // size), task, alone) for size in (16, 8, 8))
+    inputs, _ = next(one.batches())
+    targets = (inputs.flatten(1).sum(1) > 0).long()
+    targets[8:] = -100
+    halves = list(zip(inputs.split(8), targets.split(8), strict=True))
+    first = one.step([(inputs, targets)]).item()
+    assert two.step(halves).item() == pytest.approx(first, rel=1e-5)
+    assert three.step(halves[::-1]).item() == pytest.approx(first, rel=1e-5)
+    assert torch.allclose(weights(two.module), weights(one.module), atol=1e-6)
+    assert torch.allclose(weights(three.module), weights(one.module), atol=1e-6)
+    before = weights(two.module).clone()
+    assert two.step([halves[1], halves[1]]).item() == pytest.approx(first, rel=1e-5)  # none at all: nothing is learnt, the loss is repeated
+    assert torch.equal(weights(two.module), before)
+
+
 @pytest.mark.parametrize(
     ("weight", "knobs", "said"),
     [

@@ -208,6 +208,12 @@ class Largest(TorchDispatchMode):
         return made
 
 
+def test_targets_beyond_the_classes_are_refused() -> None:
+    """As those of two classes beside a single output."""
+    with pytest.raises(TaskError, match=r"logits \(4, 1\).*targets up to 1.*for two classes give two logits"):
+        sums_of({"logits": torch.zeros(4, 1), "targets": torch.tensor([0, 1, 1, 0])}, [0, 1, 2, 3])
+
+
 @pytest.mark.parametrize("shape", [(3, 70, 500), (600, 500)], ids=["tokens", "pictures"])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_large_logits_are_not_copied_whole(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], shifted: bool) -> None:

@@ -198,6 +198,8 @@ INSTALLED = ("python", "platform", "cuda", "cudnn", "workbench", "torch", "numpy
 """Versions that are recorded of what is installed; others are of packages that a run has imported."""
 SHOWN = 5
 """Files or packages that are named at most."""
+ORDERS = ("seed", "micro_batch", "nproc_per_node", "nnodes", "num_workers", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+"""Knobs that decide which samples the first batch of rank 0 has and which random numbers augment them: its content then says nothing."""
 Sections = dict[str, dict[str, Any]]
 
 
@@ -268,7 +270,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
                 found.append((section, name, values))
         if any(apart):
             found.append(("imports", "not in each run", [several_of(packages) if packages else None for packages in apart]))
-    return found
+    ordered = any(section == "spec" and name in ORDERS for section, name, _ in found)
+    return [row for row in found if not (ordered and row[:2] == ("data", "first samples"))]
 
 
 def text(value: Any) -> str:

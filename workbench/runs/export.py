@@ -51,7 +51,10 @@ def export(run: Run, to: str, folder: str | os.PathLike[str], *, flops_per_sampl
     """
     choice("to", to, WRITERS)
     path = Path(folder).expanduser().absolute()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ExportError(f"{path} cannot be a folder: {error.strerror}; give another folder") from None
     state: State = {}
     if (path / STATE).exists():
         state = run_directory.read_json(path / STATE)

@@ -40,12 +40,15 @@ class StepWeights:
         """What losses are divided by until the sum is known, a power of two: to multiply with it again is exact."""
         self._counted = torch.zeros((), device=device)
         self._loss = torch.zeros((), device=device)
+        self._known = torch.zeros((), device=device)
+        """The mean loss of the last step in which this rank had a target: a step without one repeats it."""
         self._reduction: Any = None
         self._all = self._counted
 
     def scaled(self, loss: Tensor, batch: Any) -> Tensor:
-        """The loss of a micro-batch as it is to be added to that of a step."""
-        return loss * (weight_of(self._task, batch, self._device) / self._usual)
+        """The loss of a micro-batch as it is to be added to that of a step: 0 without any target, where the mean is NaN."""
+        weight = weight_of(self._task, batch, self._device)
+        return torch.where(weight == 0, torch.zeros_like(loss), loss * (weight / self._usual))
 
     def divisor(self, batches: Iterable[Any]) -> float:
         """What the sum of the scaled losses of some micro-batches is divided by to get their mean."""
@@ -69,12 +72,14 @@ class StepWeights:
         """Normalise the gradients of a step, which are reduced already; returns what its last loss adds to the mean of this rank."""
         if self._reduction is not None:
             self._reduction.wait()
-        factor = self._usual * self._layout.readers.world_size / self._all
+        factor = torch.where(self._all == 0, 0.0, self._usual * self._layout.readers.world_size / self._all)
         for weight in weights:
             if weight.grad is not None:
                 part = local_part(weight.grad)
                 part.mul_(factor.to(part.device))
-        own = (self._loss + loss) * (self._usual / self._counted) - self._loss
+        total = self._loss + loss
+        self._known = torch.where(self._counted == 0, self._known, total * (self._usual / self._counted))
+        own = self._known - self._loss
         self._reduction, self._counted, self._loss = None, torch.zeros_like(self._counted), torch.zeros_like(self._loss)
         return own
 

@@ -151,7 +151,7 @@ def evaluate_alone(task: Task, module: nn.Module, data: Any, size: int, device: 
 def _of_batch(task: Task, module: nn.Module, batch: Any, indices: list[int]) -> Sums:
     if task.weight and not task.evaluate:
         loss, weight = float(loss_of(task, module, batch)), float(weight_of(task, batch))
-        return {"samples": len(indices), "figures": {"validation_loss": [loss * weight, weight]}}
+        return {"samples": len(indices), "figures": {"validation_loss": [loss * weight if weight else 0.0, weight]}}
     given = task.evaluate(module, batch) if task.evaluate else {"validation_loss": loss_of(task, module, batch)}
     return {"samples": len(indices), **sums_of(given, indices)}
 
@@ -211,6 +211,12 @@ def _classified(logits: Any, targets: Any, indices: list[int]) -> Sums:
             "logits (samples, …, classes) and whole numbers as targets (samples, …)"
         )
     classes, each = logits.shape[-1], targets.numel() // len(indices)
+    if (largest := int(targets.max()) if targets.numel() else 0) >= classes:
+        two = "; for two classes give two logits, torch.stack([-x, x], -1) / 2 for an output x" if classes == 1 else ""
+        raise TaskError(
+            f"the task's evaluate(model, batch) returned logits {tuple(logits.shape)}, whose last dimension is the classes, and "
+            f"targets up to {largest}; expected targets below the size of the last dimension of the logits{two}"
+        )
     loss, confidence, predicted, targets = _per_target(logits.detach(), targets)
     places = (targets >= 0).nonzero()[:, 0]
     loss, confidence, predicted, targets = (column[places] for column in (loss, confidence, predicted, targets))

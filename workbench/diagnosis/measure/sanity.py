@@ -350,6 +350,10 @@ def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -
         try:
             with torch.no_grad(), contextlib.suppress(_Enough):
                 training.evaluate()
+        except (KeyboardInterrupt, Exhausted):
+            raise
+        except Exception as error:
+            return judged(f"evaluate fails: {_short(error)}", "error")
         finally:
             handle.remove()
         if any(modes):
@@ -379,7 +383,10 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
         raise Unjudged(f"there are no {count} samples")
     whole, *_ = gradient(training.few(count))
     several = [gradient(training.part(first, first + size)) for first in range(0, count, size)]
-    total = torch.stack([part * weight for part, _, weight in several]).sum(0) / sum(weight for _, _, weight in several)
+    counted = sum(weight for _, _, weight in several)
+    if not counted:
+        raise Unjudged(f"none of {count} samples has a target")
+    total = torch.stack([part * weight for part, _, weight in several if weight]).sum(0) / counted
     norm = float(whole.norm())
     if not norm or not math.isfinite(norm):
         raise Unjudged("the gradient is zero or not finite")

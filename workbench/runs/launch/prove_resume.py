@@ -44,7 +44,7 @@ HINTS = {
     "compression": "what PowerSGD left out of each rank's gradients, its matrices or its random numbers were not restored",
     "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
-    "(such as np.random.default_rng()), the time, or files that have changed",
+    "(such as np.random.default_rng()), the time, hash() of a string or the order of a set of strings, or files that have changed",
     "random": "something draws random numbers outside of the steps, or in another order",
     "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try deterministic=True), "
     "or a state that the model keeps outside of its state_dict",
@@ -52,6 +52,13 @@ HINTS = {
     "gradients": "the loss is the same: the ranks' gradients are added in another order (with three ranks or more that shows), or the "
     "backward is not repeatable: try deterministic=True",
 }
+
+
+def hint(first: Difference) -> str:
+    """What usually makes this part of a step differ first."""
+    if first.part == "weights" and first.step == 1:
+        return "the initial weights are not repeatable: a task that seeds its model itself, or draws it from a generator of its own"
+    return HINTS[first.part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class ResumeProof(Briefed, display.Shown):
             )
         first = self.difference
         at = f"{'at the end' if first.step > self.steps else f'in step {first.step}'}, on rank {first.rank}"
-        what = f"{PARTS[first.part]} ({HINTS[first.part]})"
+        what = f"{PARTS[first.part]} ({hint(first)})"
         if not first.kills:
             return (
                 "Not repeatable: two trainings with the same seed differ before the first kill, so no checkpoint can make them equal. "
@@ -408,7 +415,7 @@ class RepeatProof(Briefed, display.Shown):
             )
             return f"The same: {what} are equal bit for bit, in {', '.join(equal[:-1])} and {equal[-1]}{left_out}."
         at = f"{'at the end' if first.step > self.steps else f'in step {first.step}'}, on rank {first.rank}"
-        return f"Not the same: {what} differ first {at}: {PARTS[first.part]} ({HINTS[first.part]})."
+        return f"Not the same: {what} differ first {at}: {PARTS[first.part]} ({hint(first)})."
 
     @property
     def table(self) -> display.Table:
