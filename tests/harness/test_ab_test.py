@@ -126,6 +126,15 @@ def test_one_pair_has_no_range_and_says_so() -> None:
         result.plot()
 
 
+@pytest.mark.parametrize(("seconds", "pairs"), [(2.0, 6), (5.0, 3), (11.0, 1)])
+def test_slow_steps_are_not_spent_on_warming_up(seconds: float, pairs: int) -> None:
+    """A proof of steps of 11 s took ten of them for its first pair, 110 s of 60 s."""
+    clock = Clock()
+    arm = run_ab_test(Fake(clock, seconds), Fake(clock, seconds), budget_s=60, peers=Peers(), clock=clock)
+    assert len(arm.pairs) == pairs
+    assert clock.now <= max(60, 6 * seconds)
+
+
 def test_noise_makes_more_pairs_and_the_budget_ends_them() -> None:
     clock = Clock()
     noisy = run_ab_test(Fake(clock, *[0.1] * 7, 2.0), Fake(clock, *[0.1] * 5, 1.0), budget_s=10000, peers=Peers(), clock=clock)

@@ -28,7 +28,10 @@ from workbench.harness.tf32 import has_tf32
 from workbench.runs.spec import KNOBS
 
 WARM_UP_STEPS = 3
-"""Steps of each side before anything is timed."""
+"""Steps of each side before anything is timed; of steps of LONG_STEP seconds, one."""
+LONG_STEP = 1.0
+"""Seconds of a step from which on one is enough to warm up a side, and none comes before a block. Chosen: caches, threads and queues settle
+within a second. It decides how long proofs of slow steps take."""
 BLOCK_SECONDS, MAX_STEPS = 0.4, 400
 """A block lasts about so long, and has at most so many steps."""
 MIN_PAIRS, MAX_PAIRS = 6, 40
@@ -137,7 +140,10 @@ class _SideTimer:
         self._others: list[float] = []
         side.drain()
         for _ in range(WARM_UP_STEPS - 1):
+            begin = clock()
             side.step()
+            if peers.agree(clock() - begin) >= LONG_STEP:
+                break
         self._device = device_clock.current_device()  # in use now at the latest
         device_clock.synchronize(self._device)
         before = clock()
@@ -149,8 +155,8 @@ class _SideTimer:
         per_pass = common_length(self._steps_per_pass(), peers)
         self._whole_passes = device_clock.is_asynchronous(self._device) and per_pass * seconds <= MAX_PASS_SECONDS
         multiple = int(per_pass) if self._whole_passes else max(1, whole)
-        self._count = steps_for(seconds, BLOCK_SECONDS, least=2 if seconds < 1 else 1, most=MAX_STEPS, multiple=multiple)
-        self._warm = max(2, whole) if seconds < 1 else 1
+        self._count = steps_for(seconds, BLOCK_SECONDS, least=2 if seconds < LONG_STEP else 1, most=MAX_STEPS, multiple=multiple)
+        self._warm = max(2, whole) if seconds < LONG_STEP else 0
 
     def block(self) -> float:
         """Seconds per step of a block, of the slowest rank."""
