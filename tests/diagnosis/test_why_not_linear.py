@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from tests.planted_gap import planted
 from workbench.core import units
 from workbench.core.brief import BRIEF_BYTES
 from workbench.core.statistics import Interval
+from workbench.core.system_load import Load, LoadMeter
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import Gap
 from workbench.diagnosis.analysis.gap_evidence import Tail
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
-from workbench.diagnosis.why_not_linear import script_evidence, why_not_linear
+from workbench.diagnosis.why_not_linear import LaunchLoad, _wait, script_evidence, why_not_linear
 from workbench.runs.run import _on_run_started, on_run_started
 from workbench.runs.spec import ScriptSpec
 from workbench.timeline.timeline import Step, Timeline
@@ -253,10 +255,62 @@ def test_what_the_gradients_of_a_script_cannot_take_is_not_blamed_on_them() -> N
     assert little.gap["large gradients"].mid == pytest.approx(0.00123)
     assert (little.cause, much.cause) == ("waits and reduction", "large gradients")
     assert any(remedy.name == "accumulation=4" for remedy in much.remedies)
-    busy = script_evidence({"one": alone, "strangers": strangers, "all": later}, foreign=1.6)
+    busy = script_evidence({"one": alone, "strangers": strangers, "all": later}, loads=[LaunchLoad(foreign=[1.6])])
     assert WhyNotLinear(evidence=replace(busy, cores=2.0)).cause == ""
     assert "on a machine that does nothing else" in WhyNotLinear(evidence=replace(busy, cores=2.0)).next
     assert any("other processes took 1.6 of" in note for note in busy.notes)
+
+
+def test_waits_of_a_script_for_a_core_are_those_of_other_processes_as_far_as_these_took_them() -> None:
+    """Beside others that took 1.5 of 2 cores they were called memory, to be mended by memory of its own for each rank."""
+    alone = [timeline(0, 0.010, 0.020)]
+    slower = [timeline(rank, 0.015, 0.030) for rank in range(2)]  # by half, while each waits a third of the time
+    launches = {"one": alone, "strangers": slower, "all": slower}
+
+    def gap(**load: Any) -> Gap:
+        evidence = script_evidence(launches, loads=[LaunchLoad(**load)])
+        return WhyNotLinear(evidence=replace(evidence, cores=2.0)).gap
+
+    step, waiting = 0.048, {"one": [0.0], "strangers": [1 / 3] * 2, "all": [1 / 3] * 2}
+    others = gap(foreign=[1.5], waiting=waiting, ours={"all": [0.5]})
+    assert others["other processes"].mid == pytest.approx(step / 3, rel=0.02)
+    assert abs(others["memory"].mid) < 0.03 * step
+    ranks = gap(foreign=[0.0], waiting=waiting, ours={"all": [2.0]})
+    assert ranks["cores"].mid == pytest.approx(step / 3, rel=0.02)
+    both = gap(foreign=[1.0], waiting=waiting, ours={"all": [2.0]})
+    assert both["cores"].mid == pytest.approx(step / 3 * 1.3 / 2.3, rel=0.02)
+    assert both["other processes"].mid == pytest.approx(step / 3 * 1 / 2.3, rel=0.02)
+    unknown = gap(foreign=[1.5])
+    assert unknown["other processes"].mid == pytest.approx(step / 3, rel=0.1), "nothing tells them from waits for memory"
+    assert "memory" not in {part.cause for part in unknown.parts}
+    for each in (others, ranks, both, unknown):
+        assert each.linear.mid + sum(part.seconds.mid for part in each.parts) == pytest.approx(each.step.mid)
+
+
+def test_the_load_of_a_launch_is_measured_while_its_ranks_take_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 begins at 3 s, and waits 0.25 of each second; rank 1 at 5 s, and 0.5."""
+    now = [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += 1
+        for rank, (begins, pid) in enumerate(((3, 70), (5, 71))):
+            if now[0] >= begins:
+                (tmp_path / f"rank{rank}.jsonl").write_text(json.dumps({"rank": rank, "world_size": 2, "pid": pid}) + "\n")
+
+    module = "workbench.diagnosis.why_not_linear"
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(f"{module}.waited_for_core", lambda pid: 100 + now[0] * {70: 0.25, 71: 0.5}[pid])
+    monkeypatch.setattr(LoadMeter, "lap", lambda _: Load(seconds=1, cpu=0, thread_cpu=0, waiting=0, foreign=0.5, ours=0.1 * now[0]))
+    run: Any = Launched("running")
+    run.path = tmp_path
+    line: Any = SimpleNamespace(tick=lambda: None)
+    load = LaunchLoad()
+    _wait([(run, 0), (run, 1)], 9, line, load, "all")
+    assert load.waiting == {"all": pytest.approx([0.25, 0.5])}
+    assert load.ours == {"all": pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])}
+    assert load.foreign == [0.5] * 9
+    assert load.wanted == pytest.approx(0.7 / (1 - 0.375))
+    assert LaunchLoad().wanted is None
 
 
 def launched(chance: random.Random, ranks: int, *, noise: float, reduction: float = 0.0) -> list[Timeline]:

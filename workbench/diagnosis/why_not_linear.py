@@ -5,15 +5,16 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import check_budget, whole_number
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
-from workbench.core.system_load import LoadMeter, usable_cores
+from workbench.core.system_load import LoadMeter, usable_cores, waited_for_core
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import SAME
@@ -25,7 +26,7 @@ from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
 from workbench.runs.launch.launch import check as check_launch
 from workbench.runs.launch.launch import check_script, launch
-from workbench.runs.rows import RunRows
+from workbench.runs.rows import RunRows, said_by
 from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
 from workbench.runs.target import read_spec
@@ -46,6 +47,25 @@ AGAIN = 0.8
 """Launches are repeated where so many times the seconds that they took are left, or 4 s of steps for each: the last ones are cut off."""
 START_SECONDS = 12.0
 """Seconds that a launch of a script may take beside its steps, about."""
+
+
+@dataclass(kw_only=True)
+class LaunchLoad:
+    """What the machine did during the launches of a script: it grows while they run."""
+
+    foreign: list[float] = field(default_factory=list)
+    """Cores that other processes took, again and again while all ranks ran."""
+    ours: dict[str, list[float]] = field(default_factory=dict)
+    """Of each arm: cores that our processes kept busy, as often."""
+    waiting: dict[str, list[float | None]] = field(default_factory=dict)
+    """Of each arm, rank by rank: fraction of the time since its first steps that its main thread waited for a core; None = not known."""
+
+    @property
+    def wanted(self) -> float | None:
+        """Cores that all ranks together would use if none waited for one; None = not known."""
+        waiting, ours = self.waiting.get("all", []), self.ours.get("all", [])
+        known = [share for share in waiting if share is not None]
+        return statistics.fmean(ours) / (1 - statistics.fmean(known)) if ours and known and statistics.fmean(known) < 1 else None
 
 
 @accept_synonyms
@@ -159,16 +179,16 @@ def check(spec: RunSpec, args: Sequence[str] = ()) -> None:
 
 def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathLike[str] | None) -> WhyNotLinear:
     """From whole launches of a script, which take turns again while no part of the gap is beyond doubt and time is left."""
-    launches, foreign, began = list[dict[str, list[Timeline]]](), list[float](), line.seconds
+    launches, loads, began = list[dict[str, list[Timeline]]](), list[LaunchLoad](), line.seconds
     answer: WhyNotLinear | None = None
     while True:
         begun, notes = line.seconds, list[str]()
         try:
-            timelines, last = _launches(spec, line, runs_dir, foreign, notes, least=0.0 if answer else START_SECONDS + 2)
+            load = LaunchLoad()
+            timelines, last = _launches(spec, line, runs_dir, load, notes, least=0.0 if answer else START_SECONDS + 2)
             launches.append(timelines)
-            evidence = script_evidence(
-                *launches, notes=notes, seconds=line.seconds - began, threads=spec.threads, foreign=statistics.fmean(foreign or [0.0])
-            )
+            loads.append(load)
+            evidence = script_evidence(*launches, notes=notes, seconds=line.seconds - began, threads=spec.threads, loads=loads)
         except (KeyboardInterrupt, ValueError, RunError) as error:
             if answer is None:
                 raise
@@ -187,11 +207,11 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
 
 
 def _launches(
-    spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, foreign: list[float], notes: list[str], *, least: float
+    spec: ScriptSpec, line: Waiting, runs_dir: str | os.PathLike[str] | None, load: LaunchLoad, notes: list[str], *, least: float
 ) -> tuple[dict[str, list[Timeline]], Run]:
     """Launch one process, strangers, and all ranks, each for a third of the budget; their timelines by arm, and the run of all.
 
-    `foreign` gets the cores that other processes took meanwhile, `notes` one if Ctrl-C ended the last launch after enough steps.
+    `load` gets what the machine did meanwhile, `notes` one if Ctrl-C ended the last launch after enough steps.
     """
     ranks = spec.nproc_per_node
     timelines: dict[str, list[Timeline]] = {}
@@ -204,7 +224,7 @@ def _launches(
             with _ended_with(runs):
                 for _ in range(launches):
                     launch(spec.script, args=spec.args, nproc_per_node=nproc, watch=True, runs_dir=runs_dir, threads=spec.threads)
-                foreign += _wait(runs, seconds, line)
+                _wait([(run, rank) for run in runs for rank in range(nproc)], seconds, line, load, arm)
         except KeyboardInterrupt:
             steps = [timeline.count for run in runs for timeline in run.timelines]
             if arm != "all" or len(steps) < ranks or min(steps) < LEAST_STEPS:
@@ -238,21 +258,41 @@ def _ended_with(runs: list[Run]) -> Iterator[None]:
             yield
 
 
-def _wait(runs: Sequence[Run], seconds: float, line: Waiting) -> list[float]:
-    """Until they have ended, or their time is over; returns the cores that other processes took, again and again while all of them ran."""
-    end, foreign = time.monotonic() + seconds, []
+def _wait(ranks: Sequence[tuple[Run, int]], seconds: float, line: Waiting, load: LaunchLoad, arm: str) -> None:
+    """Until the runs have ended, or their time is over; `load` gets what the machine did while all of their ranks ran."""
+    end, ours, runs = time.monotonic() + seconds, load.ours.setdefault(arm, []), list(dict.fromkeys(run for run, _ in ranks))
+    pids, first, last = dict[int, Any](), dict[int, tuple[float, float]](), dict[int, tuple[float, float]]()
     with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
         while any(run.state == "running" for run in runs) and time.monotonic() < end:
             line.tick()
             time.sleep(TICK)
-            load = meter.lap()
-            if all(run.state == "running" for run in runs):  # what one that has ended used is not seen before it is waited for
-                foreign.append(load.foreign)
-    return foreign
+            lap = meter.lap()
+            if not all(run.state == "running" for run in runs):  # what one that has ended used is not seen before it is waited for
+                continue
+            load.foreign.append(lap.foreign)
+            for place, (run, rank) in enumerate(ranks):
+                pids[place] = pids.get(place) or said_by(run.path, rank).get("pid")  # it is there once the rank takes steps
+                if isinstance(pids[place], int) and (waited := waited_for_core(pids[place])) is not None:
+                    last[place] = (time.monotonic(), waited)
+                    first.setdefault(place, last[place])
+            if len(first) == len(ranks):
+                ours.append(lap.ours)
+    load.waiting[arm] = [_share(first.get(place), last.get(place)) for place in range(len(ranks))]
+
+
+def _share(first: tuple[float, float] | None, last: tuple[float, float] | None) -> float | None:
+    """Of the seconds between two looks, the fraction that was waited; None = there were no two. A look has its time and what was waited."""
+    if first is None or last is None or last[0] <= first[0]:
+        return None
+    return min(1.0, max(0.0, last[1] - first[1]) / (last[0] - first[0]))
 
 
 def script_evidence(
-    *launches: dict[str, list[Timeline]], notes: Sequence[str] = (), seconds: float = 0.0, threads: int = 1, foreign: float = 0.0
+    *launches: dict[str, list[Timeline]],
+    notes: Sequence[str] = (),
+    seconds: float = 0.0,
+    threads: int = 1,
+    loads: Sequence[LaunchLoad] = (),
 ) -> GapEvidence:
     """What the timelines of a script tell: one process, strangers, and all ranks.
 
@@ -264,7 +304,7 @@ def script_evidence(
         notes: notes that the evidence keeps.
         seconds: what the launches took.
         threads: threads per operator of each rank.
-        foreign: cores that other processes took meanwhile.
+        loads: what the machine did during each of the launches.
 
     Raises:
         ValueError: a launch has too few steps.
@@ -279,7 +319,11 @@ def script_evidence(
             )
     timelines = launches[-1]
     together, size = timelines["all"], len(timelines["all"])
-    blocks = [block for each in launches for block in _blocks(each)]
+    foreign = statistics.fmean([cores for load in loads for cores in load.foreign] or [0.0])
+    wanted = [load.wanted for load in loads]
+    known = len(loads) == len(launches) and all(_knows_waits(each, load) for each, load in zip(launches, loads, strict=True))
+    waiting = [load.waiting for load in loads] if known else [{}] * len(launches)
+    blocks = [block for each, shares in zip(launches, waiting, strict=True) for block in _blocks(each, shares)]
     per_rank = [_samples(timelines["one"][0]), _samples(together[0])]
     said = [*notes, *([f"other processes took {foreign:.1f} of {usable_cores():.1f} cores meanwhile"] if foreign > MIN_FOREIGN else [])]
     samples = None
@@ -296,6 +340,7 @@ def script_evidence(
         samples=samples,
         cores=usable_cores(),
         foreign=foreign,
+        wanted=statistics.fmean(filter(None, wanted)) if known and all(wanted) else None,
         threads=threads,
         script=True,
         launches=len(launches),
@@ -308,23 +353,34 @@ def script_evidence(
     )
 
 
-def _blocks(timelines: dict[str, list[Timeline]]) -> Iterator[GapBlock]:
-    """Rounds of the arms, from one launch of each."""
+def _knows_waits(timelines: Mapping[str, Sequence[Timeline]], load: LaunchLoad) -> bool:
+    """Is it known of each timeline how long its main thread waited for a core?"""
+    return all(len(load.waiting.get(arm, ())) == len(some) and None not in load.waiting[arm] for arm, some in timelines.items())
+
+
+def _blocks(timelines: Mapping[str, Sequence[Timeline]], waiting: Mapping[str, Sequence[float | None]]) -> Iterator[GapBlock]:
+    """Rounds of the arms, from one launch of each.
+
+    `waiting` has the fraction of the time that each rank waited for a core, by arm, and each of its steps is taken to have waited so much;
+    {} = not known.
+    """
     together = timelines["all"]
     size = len(together)
-    own = [statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured) for timeline in together]
+    free = {arm: [1 - (share or 0.0) for share in waiting.get(arm, (0.0,) * len(some))] for arm, some in timelines.items()}
+    pairs = list(zip(together, free["all"], strict=True))
+    own = [part * statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured) for timeline, part in pairs]
     usual = sorted(own)[(size - 1) // 2]
-    slower = [max(0.0, seconds - usual) for seconds in own]
-    strangers = [
-        tuple(step.seconds + late for step in timeline.measured) for timeline, late in zip(timelines["strangers"], slower, strict=True)
-    ]
-    one = tuple(step.seconds for step in timelines["one"][0].measured)
-    rows = [tuple(step.seconds for step in timeline.measured) for timeline in together]
-    backward = {arm: [[step.phases[BACKWARD] for step in timeline.measured] for timeline in some] for arm, some in timelines.items()}
+    late = {"strangers": [max(0.0, seconds - usual) for seconds in own]}
     for number in range(CHUNKS):
-        for arm, each in (("one", [one, *[()] * (size - 1)]), ("strangers", strangers), ("all", rows)):
-            means = tuple(statistics.fmean(_chunk(row, number)) for row in backward[arm])
-            yield GapBlock(arm=arm, steps=tuple(_chunk(row, number) for row in each), backward=means)
+        for arm in ("one", "strangers", "all"):
+            rows, delays, backward = list[tuple[float, ...]](), list[tuple[float, ...]](), list[float]()
+            for timeline, part, more in zip(timelines[arm], free[arm], late.get(arm, [0.0] * size), strict=False):
+                steps = _chunk([step.seconds for step in timeline.measured], number)
+                rows.append(tuple(seconds + more for seconds in steps))
+                delays.append(tuple((1 - part) * seconds for seconds in steps))
+                backward.append(part * statistics.fmean(_chunk([step.phases[BACKWARD] for step in timeline.measured], number)))
+            idle: list[tuple[float, ...]] = [()] * (size - len(rows))
+            yield GapBlock(arm=arm, steps=(*rows, *idle), delays=(*delays, *idle) if waiting else (), backward=tuple(backward))
 
 
 def _chunk(values: Sequence[float], number: int) -> tuple[float, ...]:

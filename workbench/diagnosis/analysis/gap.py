@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from workbench.core import units
@@ -191,8 +191,25 @@ def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
     if evidence.script:
         intervals = {name: _of_launches(evidence, name, value, middle["step"]) for name, value in intervals.items()}
     intervals |= {name: _at_least_own(evidence, intervals[name]) for name in REDUCTION if name in intervals}
+    if evidence.world_size == 1:
+        intervals["linear"] = of_one_process(evidence, lambda seconds: _parts(evidence, seconds, same)["linear"])
     parts = tuple(GapPart(cause=name, seconds=intervals[name]) for name in (*CAUSES, UNEXPLAINED) if name in intervals)
     return Gap(linear=intervals["linear"], step=intervals["step"], parts=parts, same=same)
+
+
+def of_one_process(e: GapEvidence, figure: Callable[[ArmSeconds], float]) -> Interval:
+    """Seconds of a step of the one process that ran, from which others are predicted, as `figure` has it, with its interval.
+
+    A few rounds differ less among each other than from those of another minute, so it is not narrower than the error of one round over the
+    square root of their number. Waits for cores that other processes took are in it: they may be gone a minute later, or twice as long.
+    """
+    figures, rounds, chance = Rounds.of(e), e.count, random.Random(0)
+    mid = figure(figures.seconds())
+    drawn = [figure(figures.seconds(chance.choices(range(rounds), k=rounds))) for _ in range(DRAWS if rounds > 1 else 0)]
+    among = _interval("linear", mid, drawn, mid)
+    least = ONE_ROUND * mid / math.sqrt(rounds)
+    others = (1 - e.own_share(1)) * figures.seconds().one_waits
+    return _around("linear", mid, math.hypot(max(mid - among.low, least), others), math.hypot(max(among.high - mid, least), others))
 
 
 def _at_least_own(e: GapEvidence, reduction: Interval) -> Interval:
@@ -258,13 +275,16 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
         parts["micro-batch"] = base - s.one_large / e.large
         linear -= parts["micro-batch"]
     compute = s.strangers_cached - s.one_cached if cached else s.strangers - s.one
-    crowding = 0.0
-    if e.crowded:  # threads that poll for each other do not wait, and take their core all the same
-        crowding = compute if e.script else max(0.0, compute)
-    parts["cores"] = s.waits - s.one_waits + crowding
-    parts["memory"] = compute - crowding
+    own, own_alone, crowding, others = e.own_share(e.world_size), e.own_share(1), 0.0, 0.0
+    if e.script and not e.knows_waits:  # they are in the compute, and nothing tells them from waits for memory
+        crowding, others = (own * compute, (1 - own) * compute) if e.crowded or e.disturbed else (0.0, 0.0)
+    elif e.crowded:  # threads that poll for each other do not wait, and take their core all the same
+        crowding = max(0.0, compute)
+    if e.crowded or not e.disturbed:
+        parts["cores"] = own * s.waits - own_alone * s.one_waits + crowding
+    parts["memory"] = compute - crowding - others
     if e.disturbed:
-        parts["other processes"] = parts.pop("cores")
+        parts["other processes"] = (1 - own) * s.waits - (1 - own_alone) * s.one_waits + others
     if cached:
         parts["loaders"] = (s.strangers - s.strangers_cached) - (s.one - s.one_cached)
     parts |= _uneven(s, cached)
@@ -272,7 +292,7 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
         parts |= reduction
         if e.disturbed:  # threads that reduce wait for cores as well, which nobody sees: what the fastest steps do not have is of others
             whole = sum(reduction.values())
-            foreign = max(0.0, whole - max(0.0, s.shift))
+            foreign = (1 - own) * max(0.0, whole - max(0.0, s.shift))
             parts |= {name: part * (1 - foreign / whole) for name, part in reduction.items()} if foreign else {}
             parts["other processes"] += foreign
     if e.steps_per_pass:
@@ -288,9 +308,10 @@ def _of_script(e: GapEvidence, s: ArmSeconds, parts: dict[str, float]) -> dict[s
     """The parts that whole launches tell.
 
     Of what the backward takes longer beside other ranks, only as much is the reduction as the gradients would take by themselves, if that
-    is known. Waits for a core and for data are not seen, and are in the other parts.
+    is known. Waits for data are not seen, and are in the other parts. So are waits for a core where the kernel does not count them: where
+    ranks and others want more cores than there are, they are taken for all that strangers compute longer, and elsewhere for none of it.
     """
-    unseen = ("uneven data", "other processes", "memory" if e.crowded else "cores")
+    unseen = {"uneven data"} | (set() if e.knows_waits else {"memory"} if e.crowded or e.disturbed else {"cores"})
     parts = {name: seconds for name, seconds in parts.items() if name not in unseen}
     longer = max(0.0, s.backward - max(0.0, parts["uneven steps"]))
     if g := e.gradients:

@@ -27,9 +27,9 @@ ARMS = {
 """Arm → what runs in it."""
 CROWDED = 0.85
 """Part of the cores from which on ranks that use so much get into each other's way. Chosen: threads that wake up at the same moment do so
-well before all cores are busy all the time. It decides whether a part is called cores or other processes."""
+well before all cores are busy all the time. It decides how waits for a core are divided between the ranks and other processes."""
 FOREIGN = 0.1
-"""Share of the cores taken by others from which on waits for a core are taken to be theirs. Chosen; it decides the name of a part."""
+"""Share of the cores taken by others from which on a part of the waits for a core is theirs. Chosen; it decides the name of a part."""
 MIN_FOREIGN = 0.1
 """Cores taken by other processes from which on a note says so. Chosen."""
 
@@ -197,6 +197,11 @@ class GapEvidence(JsonDataclass):
         return min((len(self.rounds(arm)) for arm in named), default=0)
 
     @property
+    def knows_waits(self) -> bool:
+        """Is it known how long threads waited for a core?"""
+        return any(block.delays for block in self.blocks)
+
+    @property
     def crowded(self) -> bool:
         """Do the ranks want more cores than there are? By what they use, or where that is not known by their threads and workers."""
         if self.cores is None:
@@ -207,8 +212,22 @@ class GapEvidence(JsonDataclass):
 
     @property
     def disturbed(self) -> bool:
-        """Did other processes take so much of the machine that waits for a core say nothing of the ranks?"""
-        return not self.crowded and self.cores is not None and self.foreign > FOREIGN * self.cores
+        """Did other processes take so much of the machine that a part of the waits for a core is theirs?"""
+        return self.cores is not None and self.foreign > FOREIGN * self.cores
+
+    def own_share(self, ranks: int) -> float:
+        """Which fraction of the waits for a core so many of the ranks cause themselves; the rest is of other processes.
+
+        All waits come from what ranks and others want beyond CROWDED of the cores. What the ranks alone want beyond that is their part. Of
+        others only what they got is known, not what they wanted, so their part may be larger.
+        """
+        if self.cores is None or not self.disturbed:
+            return 1.0
+        if not self.crowded:
+            return 0.0
+        wanted = self.world_size * (self.threads + self.num_workers) if self.wanted is None else self.wanted
+        excess = max(0.0, wanted * ranks / self.world_size - CROWDED * self.cores)
+        return excess / (excess + self.foreign)
 
     @property
     def slowest(self) -> int:

@@ -6,8 +6,8 @@ import statistics
 
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.gap import CAUSES, REDUCTION, UNEXPLAINED, Gap, GapPart, gap_of
-from workbench.diagnosis.analysis.gap_evidence import GapEvidence, expected_largest, seconds_of
+from workbench.diagnosis.analysis.gap import CAUSES, REDUCTION, UNEXPLAINED, Gap, GapPart, gap_of, of_one_process
+from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, expected_largest, seconds_of
 
 BACKWARD = 0.6
 """Part of a step without loader that is backward, where it was not measured: two of three parts of the compute, less the optimizer's.
@@ -105,13 +105,17 @@ def _from_one(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> 
     s = seconds_of(e)
     computing = s.one_cached if math.isfinite(s.one_cached) else s.one
     parts: dict[str, Interval] = {}
-    linear = (
-        s.one + s.one_waits + (s.start_alone / (e.steps_per_pass * ranks) if e.steps_per_pass and math.isfinite(s.start_alone) else 0.0)
-    )
-    if same == "global_batch" and e.large and math.isfinite(s.one_large):
-        saved = computing - s.one_large / e.large
-        parts["micro-batch"] = _about(saved, 0.2)
-        linear -= saved
+    smaller = same == "global_batch" and e.large and math.isfinite(s.one_large)
+
+    def base(s: ArmSeconds) -> float:
+        start = s.start_alone / (e.steps_per_pass * ranks) if e.steps_per_pass and math.isfinite(s.start_alone) else 0.0
+        return s.one + s.one_waits + start - (saved(s) if smaller else 0.0)
+
+    def saved(s: ArmSeconds) -> float:
+        return (s.one_cached if math.isfinite(s.one_cached) else s.one) - s.one_large / e.large
+
+    if smaller:
+        parts["micro-batch"] = _about(saved(s), 0.2)
     steps = _busy_steps(e)
     parts["uneven steps"] = _by_chance(expected_largest(steps, ranks) - statistics.fmean(steps)) if steps else NOTHING
     g = e.gradients
@@ -125,13 +129,13 @@ def _from_one(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> 
         parts["large gradients"] = exposed.of(lambda seconds: seconds * (1 - share))
     if e.steps_per_pass:
         parts["epochs"] = _epochs(e, s.start_alone, s.start_alone, ranks)
-    return _gap(_about(linear, 0.0), parts, same)
+    return _gap(of_one_process(e, base), parts, same)
 
 
 def _gap(linear: Interval, parts: dict[str, Interval], same: str) -> Gap:
     mids = linear.mid + math.fsum(part.mid for part in parts.values())
-    down = math.sqrt(math.fsum((part.mid - part.low) ** 2 for part in parts.values()))
-    up = math.sqrt(math.fsum((part.high - part.mid) ** 2 for part in parts.values()))
+    down = math.hypot(linear.mid - linear.low, *(part.mid - part.low for part in parts.values()))
+    up = math.hypot(linear.high - linear.mid, *(part.high - part.mid for part in parts.values()))
     step = Interval(low=min(mids, max(linear.mid / 2, mids - down)), mid=mids, high=mids + up)
     order = [cause for cause in (*CAUSES, UNEXPLAINED) if cause in parts]
     return Gap(
