@@ -55,17 +55,10 @@ class LaunchLoad:
 
     foreign: list[float] = field(default_factory=list)
     """Cores that other processes took, again and again while all ranks ran."""
-    ours: dict[str, list[float]] = field(default_factory=dict)
-    """Of each arm: cores that our processes kept busy, as often."""
-    waiting: dict[str, list[float | None]] = field(default_factory=dict)
-    """Of each arm, rank by rank: fraction of the time since its first steps that its main thread waited for a core; None = not known."""
-
-    @property
-    def wanted(self) -> float | None:
-        """Cores that all ranks together would use if none waited for one; None = not known."""
-        waiting, ours = self.waiting.get("all", []), self.ours.get("all", [])
-        known = [share for share in waiting if share is not None]
-        return statistics.fmean(ours) / (1 - statistics.fmean(known)) if ours and known and statistics.fmean(known) < 1 else None
+    waiting: dict[str, list[float]] = field(default_factory=dict)
+    """Of each arm, rank by rank: fraction of the time since its first steps that its main thread waited for a core, where that is known."""
+    wanted: float | None = None
+    """Cores that all ranks together would use if none waited for one; None = not known."""
 
 
 @accept_synonyms
@@ -260,7 +253,7 @@ def _ended_with(runs: list[Run]) -> Iterator[None]:
 
 def _wait(ranks: Sequence[tuple[Run, int]], seconds: float, line: Waiting, load: LaunchLoad, arm: str) -> None:
     """Until the runs have ended, or their time is over; `load` gets what the machine did while all of their ranks ran."""
-    end, ours, runs = time.monotonic() + seconds, load.ours.setdefault(arm, []), list(dict.fromkeys(run for run, _ in ranks))
+    end, runs, ours = time.monotonic() + seconds, list(dict.fromkeys(run for run, _ in ranks)), list[float]()
     pids, first, last = dict[int, Any](), dict[int, tuple[float, float]](), dict[int, tuple[float, float]]()
     with contextlib.closing(LoadMeter(root=os.getpid())) as meter:
         while any(run.state == "running" for run in runs) and time.monotonic() < end:
@@ -275,16 +268,11 @@ def _wait(ranks: Sequence[tuple[Run, int]], seconds: float, line: Waiting, load:
                 if isinstance(pids[place], int) and (waited := waited_for_core(pids[place])) is not None:
                     last[place] = (time.monotonic(), waited)
                     first.setdefault(place, last[place])
-            if len(first) == len(ranks):
-                ours.append(lap.ours)
-    load.waiting[arm] = [_share(first.get(place), last.get(place)) for place in range(len(ranks))]
-
-
-def _share(first: tuple[float, float] | None, last: tuple[float, float] | None) -> float | None:
-    """Of the seconds between two looks, the fraction that was waited; None = there were no two. A look has its time and what was waited."""
-    if first is None or last is None or last[0] <= first[0]:
-        return None
-    return min(1.0, max(0.0, last[1] - first[1]) / (last[0] - first[0]))
+            ours += [lap.ours] * (len(first) == len(ranks))
+    if len(ours) > 1:
+        pairs = [(last[place][1] - first[place][1], last[place][0] - first[place][0]) for place in range(len(ranks))]
+        load.waiting[arm] = [min(1.0, max(0.0, waited) / passed) for waited, passed in pairs]
+        load.wanted = statistics.fmean(ours) / max(0.1, 1 - statistics.fmean(load.waiting[arm]))  # at the end that of all ranks
 
 
 def script_evidence(
@@ -320,10 +308,9 @@ def script_evidence(
     timelines = launches[-1]
     together, size = timelines["all"], len(timelines["all"])
     foreign = statistics.fmean([cores for load in loads for cores in load.foreign] or [0.0])
-    wanted = [load.wanted for load in loads]
-    known = len(loads) == len(launches) and all(_knows_waits(each, load) for each, load in zip(launches, loads, strict=True))
-    waiting = [load.waiting for load in loads] if known else [{}] * len(launches)
-    blocks = [block for each, shares in zip(launches, waiting, strict=True) for block in _blocks(each, shares)]
+    wanted = [load.wanted for load in loads if load.wanted is not None and load.waiting.keys() == timelines.keys()]
+    known = len(wanted) == len(launches)
+    blocks = [block for number, each in enumerate(launches) for block in _blocks(each, loads[number].waiting if known else {})]
     per_rank = [_samples(timelines["one"][0]), _samples(together[0])]
     said = [*notes, *([f"other processes took {foreign:.1f} of {usable_cores():.1f} cores meanwhile"] if foreign > MIN_FOREIGN else [])]
     samples = None
@@ -340,7 +327,7 @@ def script_evidence(
         samples=samples,
         cores=usable_cores(),
         foreign=foreign,
-        wanted=statistics.fmean(filter(None, wanted)) if known and all(wanted) else None,
+        wanted=statistics.fmean(wanted) if known else None,
         threads=threads,
         script=True,
         launches=len(launches),
@@ -353,12 +340,7 @@ def script_evidence(
     )
 
 
-def _knows_waits(timelines: Mapping[str, Sequence[Timeline]], load: LaunchLoad) -> bool:
-    """Is it known of each timeline how long its main thread waited for a core?"""
-    return all(len(load.waiting.get(arm, ())) == len(some) and None not in load.waiting[arm] for arm, some in timelines.items())
-
-
-def _blocks(timelines: Mapping[str, Sequence[Timeline]], waiting: Mapping[str, Sequence[float | None]]) -> Iterator[GapBlock]:
+def _blocks(timelines: Mapping[str, Sequence[Timeline]], waiting: Mapping[str, Sequence[float]]) -> Iterator[GapBlock]:
     """Rounds of the arms, from one launch of each.
 
     `waiting` has the fraction of the time that each rank waited for a core, by arm, and each of its steps is taken to have waited so much;
@@ -366,9 +348,11 @@ def _blocks(timelines: Mapping[str, Sequence[Timeline]], waiting: Mapping[str, S
     """
     together = timelines["all"]
     size = len(together)
-    free = {arm: [1 - (share or 0.0) for share in waiting.get(arm, (0.0,) * len(some))] for arm, some in timelines.items()}
-    pairs = list(zip(together, free["all"], strict=True))
-    own = [part * statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured) for timeline, part in pairs]
+    free = {arm: [1 - share for share in waiting.get(arm, (0.0,) * len(some))] for arm, some in timelines.items()}
+    own = [
+        part * statistics.fmean(step.seconds - step.phases[BACKWARD] for step in timeline.measured)
+        for timeline, part in zip(together, free["all"], strict=True)
+    ]
     usual = sorted(own)[(size - 1) // 2]
     late = {"strangers": [max(0.0, seconds - usual) for seconds in own]}
     for number in range(CHUNKS):

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.statistics import Interval
-from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, Rounds
+from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, Rounds, seconds_of
 
 CAUSES = {
     "micro-batch": "each rank has a smaller batch than one process would have",
@@ -187,29 +187,26 @@ def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
         picks = chance.choices(range(rounds), k=rounds)
         for name, value in _parts(evidence, figures.seconds(picks), same).items():
             drawn[name].append(value)
-    intervals = {name: _interval(name, value, drawn[name], middle["step"]) for name, value in middle.items()}
+    whole = middle["linear" if evidence.world_size == 1 else "step"]
+    intervals = {name: _interval(name, value, drawn[name], whole) for name, value in middle.items()}
     if evidence.script:
         intervals = {name: _of_launches(evidence, name, value, middle["step"]) for name, value in intervals.items()}
     intervals |= {name: _at_least_own(evidence, intervals[name]) for name in REDUCTION if name in intervals}
     if evidence.world_size == 1:
-        intervals["linear"] = of_one_process(evidence, lambda seconds: _parts(evidence, seconds, same)["linear"])
+        intervals["linear"] = _of_one_process(evidence, intervals["linear"])
     parts = tuple(GapPart(cause=name, seconds=intervals[name]) for name in (*CAUSES, UNEXPLAINED) if name in intervals)
     return Gap(linear=intervals["linear"], step=intervals["step"], parts=parts, same=same)
 
 
-def of_one_process(e: GapEvidence, figure: Callable[[ArmSeconds], float]) -> Interval:
-    """Seconds of a step of the one process that ran, from which others are predicted, as `figure` has it, with its interval.
+def _of_one_process(e: GapEvidence, linear: Interval) -> Interval:
+    """The interval of a step of the one process that ran, from which others are predicted.
 
     A few rounds differ less among each other than from those of another minute, so it is not narrower than the error of one round over the
     square root of their number. Waits for cores that other processes took are in it: they may be gone a minute later, or twice as long.
     """
-    figures, rounds, chance = Rounds.of(e), e.count, random.Random(0)
-    mid = figure(figures.seconds())
-    drawn = [figure(figures.seconds(chance.choices(range(rounds), k=rounds))) for _ in range(DRAWS if rounds > 1 else 0)]
-    among = _interval("linear", mid, drawn, mid)
-    least = ONE_ROUND * mid / math.sqrt(rounds)
-    others = (1 - e.own_share(1)) * figures.seconds().one_waits
-    return _around("linear", mid, math.hypot(max(mid - among.low, least), others), math.hypot(max(among.high - mid, least), others))
+    least, others = ONE_ROUND * linear.mid / math.sqrt(e.count), (1 - e.own_share(1)) * seconds_of(e).one_waits
+    down, up = (math.hypot(max(half, least), others) for half in (linear.mid - linear.low, linear.high - linear.mid))
+    return _around("linear", linear.mid, down, up)
 
 
 def _at_least_own(e: GapEvidence, reduction: Interval) -> Interval:

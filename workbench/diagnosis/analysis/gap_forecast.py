@@ -6,8 +6,8 @@ import statistics
 
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.evidence import Gradients
-from workbench.diagnosis.analysis.gap import CAUSES, REDUCTION, UNEXPLAINED, Gap, GapPart, gap_of, of_one_process
-from workbench.diagnosis.analysis.gap_evidence import ArmSeconds, GapEvidence, expected_largest, seconds_of
+from workbench.diagnosis.analysis.gap import CAUSES, REDUCTION, UNEXPLAINED, Gap, GapPart, gap_of
+from workbench.diagnosis.analysis.gap_evidence import GapEvidence, expected_largest, seconds_of
 
 BACKWARD = 0.6
 """Part of a step without loader that is backward, where it was not measured: two of three parts of the compute, less the optimizer's.
@@ -105,17 +105,11 @@ def _from_one(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> 
     s = seconds_of(e)
     computing = s.one_cached if math.isfinite(s.one_cached) else s.one
     parts: dict[str, Interval] = {}
-    smaller = same == "global_batch" and e.large and math.isfinite(s.one_large)
-
-    def base(s: ArmSeconds) -> float:
-        start = s.start_alone / (e.steps_per_pass * ranks) if e.steps_per_pass and math.isfinite(s.start_alone) else 0.0
-        return s.one + s.one_waits + start - (saved(s) if smaller else 0.0)
-
-    def saved(s: ArmSeconds) -> float:
-        return (s.one_cached if math.isfinite(s.one_cached) else s.one) - s.one_large / e.large
-
-    if smaller:
-        parts["micro-batch"] = _about(saved(s), 0.2)
+    linear = gap_of(e, same).linear
+    if e.steps_per_pass and math.isfinite(s.start_alone):  # of which each of the ranks has as many
+        linear = linear.of(lambda seconds: seconds - max(0.0, s.start_alone) * (1 - 1 / ranks) / (e.steps_per_pass or 1))
+    if same == "global_batch" and e.large and math.isfinite(s.one_large):
+        parts["micro-batch"] = _about(computing - s.one_large / e.large, 0.2)
     steps = _busy_steps(e)
     parts["uneven steps"] = _by_chance(expected_largest(steps, ranks) - statistics.fmean(steps)) if steps else NOTHING
     g = e.gradients
@@ -129,7 +123,7 @@ def _from_one(e: GapEvidence, ranks: int, same: str, link: Gradients | None) -> 
         parts["large gradients"] = exposed.of(lambda seconds: seconds * (1 - share))
     if e.steps_per_pass:
         parts["epochs"] = _epochs(e, s.start_alone, s.start_alone, ranks)
-    return _gap(of_one_process(e, base), parts, same)
+    return _gap(linear, parts, same)
 
 
 def _gap(linear: Interval, parts: dict[str, Interval], same: str) -> Gap:
