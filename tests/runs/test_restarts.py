@@ -80,6 +80,13 @@ def test_what_fewer_ranks_cannot_do_is_said() -> None:
         (SPEC.replace(micro_batch="auto"), 1, 1, "share a known batch"),
         (SPEC.replace(noise_scale=True), 1, 1, "leave one of them out"),
         (SPEC.replace(local_sgd="periodic"), 1, 1, 'min_ranks=1 with local_sgd="periodic": each rank has parameters of its own'),
+        (
+            SPEC.replace(pipeline_parallel=4, accumulation=4),
+            1,
+            1,
+            r"min_ranks=1: the run could not go on with fewer ranks, since pipeline_parallel=4 .* 3 ranks; .*; try no min_ranks",
+        ),
+        (SPEC.replace(tensor_parallel=2), 1, 3, r"tensor_parallel=2 does not divide 3 ranks; try min_ranks=2, or no min_ranks"),
         (ScriptSpec(script="train.py"), 1, None, "whose checkpoints are its own"),
     ],
 )
@@ -179,6 +186,12 @@ def test_too_few_ranks_end_the_run(by_hand: Make, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", ["restart", str(path)])
     assert restart.main() == 1
     assert "3 ranks cannot share the 32 samples" in capsys.readouterr().out
+    run_directory.write_json(path / run_directory.RUN_JSON, before | {"outcome": OUTCOME | {"seconds": 1.0}})
+    assert (
+        Run.load(path).notes[0].startswith("there was no restart: it does not go on with fewer ranks: 3 ranks cannot share the 32 samples")
+    )
+    assert Run.load(path).restarts == []
+    run_directory.write_json(path / run_directory.RUN_JSON, before)
     assert run_directory.read_json(path / run_directory.RUN_JSON) == before
     assert not (path / run_directory.NEXT).exists()
     assert not (path / "attempts").exists()

@@ -189,6 +189,8 @@ def main() -> int:
         elif isinstance(row := decide(run_dir, run_directory.read_json(file)), str):
             answer = row
             file.unlink()
+            with contextlib.suppress(OSError), contextlib.closing(run_directory.LineWriter(run_dir / run_directory.RESTARTS)) as writer:
+                writer.write([{"ends": row}])
         else:
             answer = go_on(run_dir, row)
             print(f"workbench: {restarts_of([row])[0]}", flush=True)

@@ -93,6 +93,14 @@ def check(spec: Spec, max_restarts: int, min_ranks: int | None, error: type[Valu
         raise error(f'min_ranks={min_ranks} with local_sgd="{spec.local_sgd}": each rank has parameters of its own; leave one of them out')
     if min_ranks is not None and spec.noise_scale:
         raise error(f"min_ranks={min_ranks} with noise_scale={spec.noise_scale}: it compares the ranks of all steps; leave one of them out")
+    most = spec.world_size - (spec.nproc_per_node if spec.nnodes > 1 else 1)
+    if min_ranks is not None and min_ranks <= most and (found := with_fewer(spec, most, min_ranks))[0] is None:
+        fewer, _ = with_fewer(spec, min_ranks - 1, 1)
+        instead = f"min_ranks={fewer.world_size}, or " if fewer else ""
+        raise error(
+            f"min_ranks={min_ranks}: the run could not go on with fewer ranks, since {'; '.join(found[1][:3])}; try {instead}no min_ranks: "
+            "all ranks then start again"
+        )
 
 
 def with_fewer(spec: RunSpec, ranks: int, least: int) -> tuple[RunSpec | None, list[str]]:
@@ -171,6 +179,13 @@ def restarts_of(rows: Sequence[Mapping[str, Any]]) -> list[Restart]:
         except (TypeError, ValueError):
             continue
     return restarts
+
+
+def restart_notes(run_dir: Path, state: str) -> list[str]:
+    """Each restart of a run, and, where it has failed, why there was no other."""
+    rows = run_directory.LineTail(run_dir / run_directory.RESTARTS).read()
+    why = rows[-1].get("ends") if rows and state == "failed" else None
+    return [*map(str, restarts_of(rows)), *[f"there was no {'other ' * (len(rows) > 1)}restart: {why}"] * isinstance(why, str)]
 
 
 def first_step(run_dir: Path, *, done: int, now: float) -> Restart | None:

@@ -24,7 +24,7 @@ from workbench.runs.failure import Failure, RunError
 from workbench.runs.guards import end_guard, find_guard, is_guarded
 from workbench.runs.hang import Hang, hang_note
 from workbench.runs.rank_steps import RankMeans
-from workbench.runs.restarts import Restart, present_ranks, restarts_of
+from workbench.runs.restarts import Restart, present_ranks, restart_notes, restarts_of
 from workbench.runs.root_cause import first_failure
 from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
 from workbench.runs.slurm_queue import Job, is_final
@@ -343,12 +343,12 @@ class Run(NearestAttribute):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the run: a hang, NaN losses, ranks or workers that read the same samples, skipped checkpoints, skipped rows."""
-        of_ranks, left_out = self._files.rank_notes(self.spec.world_size)
+        of_ranks, rows = self._files.rank_notes(self.spec.world_size)
         resumes = resume_notes(self._read(run_directory.RESUMES), self.path, self.spec.nnodes)
         set_back = self.state in ACTIVE and time.time() < self._begun
         clock = "the clock of this machine was set back: how long it ran is not known" * set_back
         first = hang_note(self.hang, self.state in (*ACTIVE, "stopped")), loss_note(losses_of(self._read(METRICS)))
-        return tuple(filter(None, [*map(str, self.restarts), *first, *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
+        return tuple(filter(None, [*restart_notes(self.path, self.state), *first, *of_ranks, *resumes, clock, *rows, *self._files.notes]))
 
     @property
     def memory(self) -> list[int | None]:
