@@ -43,7 +43,7 @@ import torch
 from workbench.core import run_directory
 from workbench.core.display.table import Table
 from workbench.runs import entrypoints
-from workbench.runs.launch.resume import checkpoints_of
+from workbench.runs.restarts import checkpoints_of
 from workbench.runs.run import Run
 from workbench.train import checkpoint_file
 

@@ -10,8 +10,8 @@ from tests import toy_tasks
 from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.runs.launch import environment
-from workbench.runs.launch.resume import checkpoints_of
 from workbench.runs.launch.sweep import run_all
+from workbench.runs.restarts import checkpoints_of
 from workbench.runs.run import Run
 from workbench.runs.spec import KNOBS, RunSpec
 from workbench.train import checkpoint_file

@@ -21,7 +21,7 @@ from workbench.core import run_directory
 from workbench.runs.launch import recompute
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.recompute import Fault, first_fault, judge, record, restart_before, third_place, unrecorded, within
-from workbench.runs.launch.resume import checkpoints_of
+from workbench.runs.restarts import checkpoints_of
 from workbench.runs.run import Run
 from workbench.train.ranks import Ranks
 

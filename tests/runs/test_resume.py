@@ -26,7 +26,8 @@ from workbench.core import run_directory
 from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.launch import environment, new_run
 from workbench.runs.launch.new_run import LaunchError, open_lock
-from workbench.runs.launch.resume import _Attempt, checkpoints_of
+from workbench.runs.launch.resume import _Attempt
+from workbench.runs.restarts import checkpoints_of
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 

@@ -343,11 +343,14 @@ def test_a_disk_that_stays_full_is_told_a_few_times(alone: Ranks, tmp_path: Path
 
 
 def test_a_folder_that_cannot_be_listed_ends_no_training(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+    tried: list[Any] = []
+
+    def broken(*given: Any) -> Any:
+        tried.append(given)
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checkpoint_file, "save", broken)
-    monkeypatch.setattr(Checkpoints, "_all", lambda checkpoints: broken() if checkpoints._step else [])
+    monkeypatch.setattr("workbench.train.checkpoints.checkpoints_of", lambda run_dir: broken() if tried else [])
     train(spec_of(steps=6), toy_tasks.numbers(), alone, tmp_path)
     (note,) = [note for note in HandMadeRun(tmp_path).run.notes if "checkpoint" in note]
     assert "could not be written, and their folder cannot be listed: " in note

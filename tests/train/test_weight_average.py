@@ -15,8 +15,8 @@ from tests.forked import Forks
 from tests.train.test_checkpoints import names, spec_of, train, weights
 from workbench.core import run_directory
 from workbench.runs.launch import environment
-from workbench.runs.launch.resume import checkpoints_of
 from workbench.runs.launch.sweep import run_all
+from workbench.runs.restarts import checkpoints_of
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train import checkpoint_file, named_state, optimizers
 from workbench.train.checkpoints import part_path

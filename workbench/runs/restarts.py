@@ -1,8 +1,9 @@
-"""Restarts of a run that lost a rank: how many there may be, how fewer ranks share the work, and what each restart took.
+"""Restarts of a run that lost a rank: the checkpoints, how many there may be, how fewer ranks share the work, and what each restart took.
 
 The guard of a run asks `programs/restart.py` after each failure, which judges by this file; rank 0 writes how long it took.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,22 @@ WITH_WHAT_IS_LEFT = (
     "With the machines that are left a new run goes on from its last checkpoint: "
     "wb.launch(run.spec.replace(nnodes=…, accumulation=…), resume=run)"
 )
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run directory by step, without the parts of ranks, which are written before the file that names them.
+
+    Raises:
+        OSError: their folder cannot be listed, which does not mean that it is empty.
+    """
+    folder = run_dir / run_directory.CHECKPOINTS
+    paths = list(folder.iterdir()) if folder.exists() else []
+    return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that the name of a checkpoint says."""
+    return int(checkpoint.stem.removeprefix("step"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from workbench.core.checks import is_number, is_whole
 from workbench.runs.errors import is_out_of_memory
+from workbench.runs.restarts import checkpoints_of, step_of
 from workbench.runs.task import TaskError
 from workbench.train.sharded_tensors import is_dtensor
 
@@ -361,29 +362,15 @@ def delete_old(folder: Path, step: int, keep: int, kept: Container[int | None]) 
         except OSError as error:
             errors.append(error)
 
-    for old in [path for path in all_in(folder) if step_of(path) <= step][:-keep]:
+    for old in [path for path in checkpoints_of(folder.parent) if step_of(path) <= step][:-keep]:
         if step_of(old) not in kept:
             delete(old)
-    there = {path.stem for path in all_in(folder)}
+    there = {path.stem for path in checkpoints_of(folder.parent)}
     for path in folder.iterdir():
         if (match := re.fullmatch(r"(step(\d+))(\.rank\d+)?\.(pt|part)", path.name)) and match[1] not in there and int(match[2]) < step:
             delete(path)
     if errors:
         raise errors[0]
-
-
-def all_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder by step. One that cannot be listed is an error: it may not be empty."""
-    try:
-        paths = list(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    return sorted((path for path in paths if re.fullmatch(r"step\d+\.pt", path.name)), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """The step that the name of a checkpoint says."""
-    return int(path.stem.removeprefix("step"))
 
 
 def said(error: OSError) -> str:

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from workbench.core import run_directory, units
+from workbench.runs.restarts import checkpoints_of, step_of
 from workbench.train import checkpoint_file, named_state, provenance
-from workbench.train.checkpoint_file import UnusableCheckpointError, all_in, step_of
+from workbench.train.checkpoint_file import UnusableCheckpointError
 from workbench.train.early_stop import lost_best
 from workbench.train.optimizers import optimizer_class
 from workbench.train.provenance import classes_of, dataset_identity, sample_count
@@ -126,7 +127,7 @@ class Checkpoints:
         return None
 
     def _latest_usable(self) -> tuple[Path | None, dict[str, Any]]:
-        for path in reversed(all_in(self._folder)):
+        for path in reversed(checkpoints_of(self._folder.parent)):
             if path in self._passed_over:
                 continue
             try:
@@ -319,7 +320,7 @@ class Checkpoints:
             self._failed += 1
             last = "their folder cannot be listed"  # which ends no training
             with contextlib.suppress(OSError):
-                last = next((f"the last is {path.name}" for path in reversed(all_in(self._folder))), "there is none yet")
+                last = next((f"the last is {path.name}" for path in reversed(checkpoints_of(self._folder.parent))), "there is none yet")
             again = f" (the {self._failed} latest all failed)" * (self._failed > 1)
             words = f"the checkpoint after step {self._step} could not be written{again}, and {last}: {checkpoint_file.said(error)}"
             following = (self._step // self._every + 1) * self._every
@@ -341,7 +342,7 @@ class Checkpoints:
     @property
     def last_step(self) -> int:
         """Of the checkpoint from which the run goes on: the last whole one with finite weights, or the last; 0 if there is none."""
-        return self._finite or max(map(step_of, all_in(self._folder)), default=0)
+        return self._finite or max(map(step_of, checkpoints_of(self._folder.parent)), default=0)
 
     def __enter__(self) -> Self:
         return self
@@ -442,7 +443,7 @@ class Checkpoints:
         except OSError as error:
             needed = 0
             with contextlib.suppress(OSError):
-                needed = max((file.stat().st_size for file in (part, *all_in(self._folder)) if file.exists()), default=0)
+                needed = max((file.stat().st_size for file in (part, *checkpoints_of(self._folder.parent)) if file.exists()), default=0)
                 part.unlink(missing_ok=True)
             run_directory.raise_if_full(path, error, needed=f", and a checkpoint takes {units.bytes_(needed)} or more")
             raise

@@ -311,33 +311,21 @@ def sample_count(trainer: Trainer) -> int | None:
     return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else None
 
 
-def classes_of(dataset: Any) -> list[str] | None:
+def classes_of(dataset: Any, depth: int = 0) -> list[str] | None:
     """The names of a dataset's classes by target, from its `class_to_idx` or `classes`, as torchvision's have; None = it has none.
 
     A dataset without them that holds another as `.dataset`, or several as `.datasets`, such as torch's Subset and ConcatDataset, has those
     of what it holds: one list of names, or, where the datasets differ, each.
     """
-    names = [own for part in _with_classes(_inside(dataset)) if (own := _own_classes(part)) is not None]
-    different = [own for number, own in enumerate(names) if own not in names[:number]]
-    return list(itertools.chain.from_iterable(different)) if different else None
-
-
-def _with_classes(dataset: Any, depth: int = 0) -> Iterator[Any]:
-    """The outermost datasets with classes inside of one."""
-    several = getattr(dataset, "datasets", None)
-    held = list(several) if isinstance(several, list | tuple) else [getattr(dataset, "dataset", None)]
-    if _own_classes(dataset) is not None:
-        yield dataset
-    elif depth < _DEEPEST:
-        for part in held:
-            yield from _with_classes(part, depth + 1)
-
-
-def _own_classes(dataset: Any) -> list[str] | None:
     numbers, names = getattr(dataset, "class_to_idx", None), getattr(dataset, "classes", None)
     if isinstance(numbers, Mapping):
         return sorted(map(str, numbers), key=lambda name: (numbers.get(name, 0), name))
-    return [str(name) for name in names] if isinstance(names, list | tuple) else None
+    if isinstance(names, list | tuple):
+        return [str(name) for name in names]
+    several = getattr(dataset, "datasets", None)
+    held = several if isinstance(several, list | tuple) else [getattr(dataset, "dataset", None)]
+    lists = [own for part in held if depth < _DEEPEST and part is not None and (own := classes_of(part, depth + 1))]
+    return [name for number, own in enumerate(lists) if own not in lists[:number] for name in own] or None
 
 
 def _inside(dataset: Any) -> Any:

@@ -31,6 +31,7 @@ from workbench.diagnosis.analysis.step_replay import (
 from workbench.diagnosis.measure.divergence import doubled, in_fp64
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.restore import process_settings
+from workbench.runs.restarts import checkpoints_of, step_of
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import resolve
 from workbench.timeline.loops import samples_in
@@ -76,8 +77,7 @@ class Replayer:
         self.notes: list[str] = []
         device, self.time_left = choose_device(whole(spec).replace(nproc_per_node=1), 0, 1), time_left
         folder = run_dir / run_directory.CHECKPOINTS
-        stems = (path.stem.removeprefix("step") for path in folder.glob("step*.pt"))
-        steps = sorted(int(stem) for stem in stems if stem.isdecimal())  # the others are ranks' parts of one
+        steps = [step_of(path) for path in checkpoints_of(run_dir)]
         early = [step for step in steps if step < before - BACK] or [step for step in steps if step < before]
         state = checkpoint_file.load(folder / f"step{early[-1]:08d}.pt", device) if early else None
         self.start = f"the checkpoint of step {early[-1]}" if early else "the first step"

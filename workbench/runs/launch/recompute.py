@@ -20,7 +20,8 @@ from workbench.runs.failure import RunError
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import check, check_timeout, label
 from workbench.runs.launch.new_run import LaunchError, NewRun, Surroundings
-from workbench.runs.launch.resume import checkpoints_of, refuse_code_of_others, refuse_links, take_checkpoints
+from workbench.runs.launch.resume import refuse_code_of_others, refuse_links, take_checkpoints
+from workbench.runs.restarts import checkpoints_of, step_of
 from workbench.runs.rows import PARTS, digest_files, digest_rows
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import AUTO, RunSpec
@@ -316,7 +317,7 @@ def _span(run: Run, since: int | None, until: int | None, recorded: Record, rank
     steps = [step for step in taken if not unrecorded(recorded, step - 1, step, ranks)]
     if not steps:
         raise ValueError(f"recompute({run!r}): it has recorded no step{' on all of its ranks' * bool(taken)}")
-    kept = [step for step in (int(path.stem.removeprefix("step")) for path in checkpoints_of(run.path)) if step < steps[-1]]
+    kept = [step for step in map(step_of, checkpoints_of(run.path)) if step < steps[-1]]
     begin = (kept[-1] if kept else 0) if since is None else since
     end = steps[-1] if until is None else until
     whole_number("since", begin, least=0, error=ValueError)

@@ -21,7 +21,7 @@ from workbench.runs.guards import ranks_of
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
 from workbench.runs.launch.rendezvous import loopback_environ
-from workbench.runs.restarts import WITH_WHAT_IS_LEFT
+from workbench.runs.restarts import WITH_WHAT_IS_LEFT, checkpoints_of, step_of
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import code_files, code_names, with_files_at
@@ -408,20 +408,8 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str, other: RunSpec | No
             f"{run!r} has no whole checkpoint to go on from: {names} in {checkpoints[0].parent} cannot be read. "
             "Put a sound one there, or launch it anew: wb.launch(run.spec)"
         )
-    if other and other.steps != spec.steps and other.steps <= (last := _step_of(checkpoints[-1])):
+    if other and other.steps != spec.steps and other.steps <= (last := step_of(checkpoints[-1])):
         raise LaunchError(f"steps={other.steps} with resume=…: the last checkpoint of {run!r} is of step {last}; give more steps")
-
-
-def checkpoints_of(path: Path) -> list[Path]:
-    """The checkpoints in a run directory, by step. Parts of ranks that share the model do not count: they are written before the file that
-    names them.
-    """
-    found = [file for file in (path / run_directory.CHECKPOINTS).glob("step*.pt") if file.stem.removeprefix("step").isdecimal()]
-    return sorted(found, key=_step_of)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.stem.removeprefix("step"))
 
 
 def _wait_for_ranks(run: Run) -> None:
