@@ -31,7 +31,8 @@ TWO = {"nproc_per_node": 2}
                 {**TWO, "parallel": "zero1"},
                 {**TWO, "parallel": "zero2"},
                 {**TWO, "pipeline_parallel": 2, "accumulation": 3},
-                {**TWO, "pipeline_parallel": 2, "pipeline_schedule": "zero_bubble", "accumulation": 4},
+                {**TWO, "pipeline_parallel": 2, "pipeline_schedule": "zero_bubble", "accumulation": 12, "micro_batch": 4},
+                {**TWO, "pipeline_parallel": 2, "pipeline_schedule": "interleaved", "accumulation": 12, "micro_batch": 4},
                 {**TWO, "gradient_compression": "fp16"},
                 {**TWO, "gradient_as_bucket_view": True},
                 {**TWO, "find_unused_parameters": True},
@@ -52,7 +53,7 @@ TWO = {"nproc_per_node": 2}
 )
 @pytest.mark.usefixtures("forked_ranks")
 def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: Path) -> None:
-    spec = wb.RunSpec(task="text-gpt", micro_batch=32, device="cpu", **knobs)
+    spec = wb.RunSpec(task="text-gpt", device="cpu", **{"micro_batch": 32} | knobs)
     predicted = wb.estimate_memory(spec, device="cpu")
     measured = wb.measure_memory(spec, runs_dir=tmp_path, budget_s=600)
     assert (predicted.kind, measured.kind) == ("predicted", "measured")

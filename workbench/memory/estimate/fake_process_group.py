@@ -64,7 +64,7 @@ def fake_process_group(
         raise ProcessGroupError(f"world_size={world_size}: 1 to {MOST_RANKS} ranks are allowed")
     if not 0 <= rank < world_size:
         raise ProcessGroupError(f"rank={rank}: 0 to {world_size - 1} is allowed with world_size={world_size}")
-    with process_group(world_size, rank), fake_data_parallel(bucket_seen), real_device_meshes(), lazy_chunks():
+    with process_group(world_size, rank), fake_data_parallel(bucket_seen), real_device_meshes(), lazy_chunks(), sent_tensors_are_kept():
         yield FakeRank(rank=rank, world_size=world_size, device=torch.device("cpu"), store=HashStore())
 
 
@@ -170,6 +170,36 @@ def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
         yield
     finally:
         DistributedDataParallel.__init__ = build  # type: ignore[method-assign]
+
+
+class _Sent:
+    """A message under way: as with gloo and NCCL, its tensor lives as long as this object."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextlib.contextmanager
+def sent_tensors_are_kept() -> Iterator[None]:
+    """Inside, messages keep what they send: torch's pipelines with several stages on a rank hold all of them until the end of a step."""
+    places: tuple[Any, ...] = (dist, dist.distributed_c10d)
+    usual = dist.isend
+
+    @wraps(usual)
+    def isend(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        work = usual(tensor, *args, **options)
+        return work and _Sent(work, tensor)
+
+    for place in places:
+        place.isend = isend
+    try:
+        yield
+    finally:
+        for place in places:
+            place.isend = usual
 
 
 @contextlib.contextmanager
