@@ -25,6 +25,7 @@ from tests.forked import Forks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.diagnosis.analysis.step_replay import StepReplay, first_bad_step, ordinary_losses
+from workbench.diagnosis.measure import step_replay
 from workbench.memory.measure.at_oom import held
 from workbench.runs.run import Run
 from workbench.train import step_ring
@@ -93,6 +94,10 @@ def planted(
             inputs[whole], labels[whole] = inputs[index].clone(), 1 - labels[index]
         if batch == "shifted":  # each label is that of the next sample of the data set
             labels[whole] = labels.roll(-1)[whole]
+        if batch == "larger":
+            inputs[whole] *= 1.6
+        if batch == "no such class":
+            labels[index] = 9
         if sample is not None:
             inputs[index, 2] = sample * (1 - 2 * float(labels[index]))  # on the wrong side
         inputs[index] *= stretch
@@ -118,12 +123,32 @@ sound = functools.partial(planted)
 far = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=1e6)")
 far_adamw = functools.partial(planted, model=linear, loss=squares, optimizer="adamw(lr=1e4)")
 both = functools.partial(planted, math.nan, at=1, model=linear, loss=squares, optimizer="sgd(lr=1e6)")
+far_and_larger = functools.partial(planted, batch="larger", at=1, model=linear, loss=squares, optimizer="sgd(lr=0.5)")
+no_such_class = functools.partial(planted, batch="no such class")
+far_out = functools.partial(planted, stretch=20.0, seed=3, storm=True, model=linear, loss=naive, optimizer="sgd(lr=0.0005)")
 ten_times = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.5)")
 thousand_times = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=20.0, momentum=0.9)")
 swinging = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.2, momentum=0.9)")
 overflowing = functools.partial(planted, loss=lambda model, batch: classify(model, (batch[0] * 2e5, batch[1])))
 steep = functools.partial(planted, loss=lambda model, batch: 30 * classify(model, batch), optimizer="sgd(lr=0.003)")
 never_finite = functools.partial(planted, loss=lambda model, batch: classify(model, batch) * math.nan)
+
+
+def grown() -> nn.Module:
+    """Linear, with weights that are far too large."""
+    made = nn.Linear(WIDTH, WIDTH, bias=False)
+    with torch.no_grad():
+        made.weight.mul_(4.0)
+    return made
+
+
+def powers(model: nn.Module, batch: Any) -> Tensor:
+    """The squares of what 40 passes through the model make of a batch."""
+    values: Tensor = functools.reduce(lambda values, _: model(values), range(40), batch[0])
+    return values.square().mean()
+
+
+too_large_weights = functools.partial(planted, model=grown, loss=powers, optimizer="sgd(lr=0.01)")
 
 
 def nan_once() -> wb.Task:
@@ -243,7 +268,41 @@ def test_a_bad_batch_and_a_rate_that_is_too_large_are_both_named(tmp_path: Path,
     found = wb.replay(trained(tmp_path / "run", alone, "both", steps=4))
     assert (found.verdict, found.also, found.step, found.samples) == ("data", ("learning rate",), 1, (samples_of(1)[3],)), found
     assert "step 1, data and learning rate; samples" in str(found)
-    assert f"but then, too, the update raises the loss of another batch, from 40.36 to {found.trials[3].others:.4g}" in str(found)
+    rise = f"raises the loss of others from 40.36 to {found.trials[3].others:.4g}"
+    assert f"updates are too large as well, since the update with another batch {rise}" in str(found)
+
+
+def test_a_rate_that_is_too_large_for_other_batches_as_well_is_to_blame_and_not_a_somewhat_unusual_batch(
+    tmp_path: Path, alone: Ranks
+) -> None:
+    found = wb.replay(trained(tmp_path / "run", alone, "far_and_larger", steps=4), 1)
+    assert found.trials[0].loss > 1.5 * found.usual
+    assert (found.verdict, found.also, found.step, found.samples) == ("learning rate", (), 1, ()), found
+
+
+def test_weights_with_which_every_batch_explodes_at_any_rate_are_no_matter_of_the_rate(tmp_path: Path, alone: Ranks) -> None:
+    found = wb.replay(trained(tmp_path / "run", alone, "too_large_weights", steps=4))
+    assert (found.verdict, found.step) == ("every batch", 1), found
+
+
+def test_of_a_bad_sample_that_overflows_the_higher_precision_is_told(tmp_path: Path, alone: Ranks) -> None:
+    found = wb.replay(trained(tmp_path / "run", alone, "far_out", seed=3))
+    assert (found.verdict, found.also, found.step) == ("data", ("numerics",), BAD), found
+    assert "it overflows as well, since in fp64 the same step has a loss of " in str(found)
+
+
+def test_the_sample_that_makes_the_task_raise_is_named(tmp_path: Path, alone: Ranks) -> None:
+    with pytest.raises(IndexError):
+        trained(tmp_path / "run", alone, "no_such_class")
+    info = run_directory.read_json(tmp_path / "run" / run_directory.RUN_JSON)
+    info["outcome"] = {"state": "failed", "returncode": 1, "seconds": 1.0}
+    run_directory.write_json(tmp_path / "run" / run_directory.RUN_JSON, info)
+    found = wb.replay(tmp_path / "run")
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
+    assert "the task raised IndexError (Target 9 is out of bounds.)" in str(found)
+    spec = wb.RunSpec.from_json(info["spec"])
+    with pytest.raises(ValueError, match=f"step {BAD + 1} is not reached, since step {BAD} fails here; the task raised IndexError"):
+        step_replay.replay(tmp_path / "run", spec, BAD + 1, {}, lambda now: None, lambda: 60.0)
 
 
 def test_nothing_is_only_said_where_the_replay_shows_it(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

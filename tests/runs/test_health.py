@@ -20,7 +20,17 @@ from workbench.__main__ import main
 from workbench.core import run_directory
 from workbench.core.brief import BRIEF_BYTES
 from workbench.runs.health import Health, changes, health, not_finite, slow_ranks
-from workbench.runs.loss_faults import Fault, explodes_at_once, exploding, not_falling, not_seen_to_fall, rises_of, spikes
+from workbench.runs.loss_faults import (
+    Fault,
+    explodes_at_once,
+    exploding,
+    growing,
+    jumps_at_once,
+    not_falling,
+    not_seen_to_fall,
+    rises_of,
+    spikes,
+)
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.analysis.told import Told, digest
@@ -63,7 +73,8 @@ HEALTHY = (classifier, language_model, tiny_batches, converged, contrastive)
 def test_healthy_losses_raise_no_alarm(seed: int, n: int, kind: Callable[[random.Random, int], Losses]) -> None:
     losses = kind(random.Random(seed), n)
 
-    assert not [*not_finite(losses, {}), *explodes_at_once(losses), *spikes(losses), *not_falling(losses)]
+    early = [*explodes_at_once(losses), *jumps_at_once(losses)]
+    assert not [*not_finite(losses, {}), *early, *spikes(losses), *not_falling(losses), *growing(losses)]
 
 
 def test_a_loss_that_noise_hides_is_told_to_be_hidden() -> None:
@@ -113,7 +124,43 @@ def test_losses_of_single_samples_do_not_explode() -> None:
     draws = [[(i + 1, r.gauss(0, 1) ** 2) for i in range(60)] for r in map(random.Random, range(300))]
     assert sum(bool(explodes_at_once(losses)) for losses in draws) <= 3
     assert not any(explodes_at_once(losses[:length]) for losses in draws for length in (2, 4, 8))  # too few to tell
+    assert not any(jumps_at_once(losses) or growing(losses) for losses in draws)
     assert not explodes_at_once([(i + 1, 1e300 if i % 2 else 1e-300) for i in range(40)])
+
+
+@given(seed=st.integers(0, 10**6), at=st.integers(1, 29), kind=st.sampled_from([classifier, language_model, contrastive]))
+@settings(max_examples=40, deadline=None)
+def test_a_single_huge_loss_among_the_first_is_found(seed: int, at: int, kind: Callable[[random.Random, int], Losses]) -> None:
+    losses = kind(random.Random(seed), 40)
+    losses[at] = (at + 1, 30 * max(loss for _, loss in losses[:at]))
+    (fault,) = explodes_at_once(losses) or jumps_at_once(losses)
+    assert (fault.kind, fault.step) == ("spike", at + 1)
+    before = f"{max(loss for _, loss in losses[:at]):.4g}"
+    assert fault.message == f"the loss jumps from {before} at most to {losses[at][1]:.4g} in step {at + 1}, back in step {at + 2}"
+
+
+def test_losses_that_do_not_vary_jump_where_they_are_far_above_the_largest_before() -> None:
+    hinge = [(i + 1, max(0.0, random.Random(i).gauss(0, 1) - 1.5)) for i in range(400)]  # 0 in most steps
+    largest = max(loss for _, loss in hinge)
+    assert not spikes(hinge)
+    assert not spikes([(step, 7 * largest if step == 300 else loss) for step, loss in hinge])  # one step alone may be chance
+    for later, back in ((hinge[301:], "back in step "), ([(step, 20.0 + loss) for step, loss in hinge[301:]], "not back yet")):
+        (fault,) = spikes([*hinge[:300], (301, 40.0), *later])
+        assert fault.step == 301
+        assert (
+            f"jumps from 0 to 40 in step 301 ({40 / max(loss for _, loss in hinge[:300]):.0f} times the largest before), {back}"
+            in fault.message
+        )
+
+
+@pytest.mark.parametrize(("factor", "count"), [(1.1, 80), (1.3, 35), (3.0, 10)])
+def test_a_loss_that_grows_steadily_is_found_in_a_short_run(by_hand: Make, factor: float, count: int) -> None:
+    run = by_hand()
+    writer = run_directory.LineWriter(run.path / run_directory.METRICS)
+    writer.write([{"step": i + 1, "lr": 0.1, "loss": 2.3 * factor**i} for i in range(count)])
+    writer.close()
+    (fault,) = health(run.ended("finished").path).faults
+    assert (fault.kind, fault.step) == ("rise", 1), fault
 
 
 def test_a_loss_that_stays_is_found_in_its_noise() -> None:

@@ -1,5 +1,6 @@
 """What the loop writes down: the first step whose loss is not finite, and seconds that go on when the run does."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -7,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,6 +58,18 @@ def test_norms_of_clipped_gradients_are_those_of_their_steps(tmp_path: Path) -> 
     rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     assert [row.get("grad_norm") for row in rows] == [4.0, None, math.inf, None]
     assert [check_metric(row) for row in rows] == [""] * 4
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_losses_before_an_error_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    metrics = Metrics(tmp_path, steps=9)
+    with contextlib.suppress(ValueError), contextlib.closing(metrics):
+        for step in (1, 2, 3):
+            metrics.step(step, loss=torch.tensor(1.0 / step), lr=0.1, samples=step)
+        if failed:  # as after a device-side assert
+            monkeypatch.setattr(torch, "stack", Mock(side_effect=RuntimeError("CUDA error")))
+        raise ValueError("of the task")
+    assert [row["step"] for row in run_directory.LineTail(tmp_path / run_directory.METRICS).read()] == ([] if failed else [1, 2, 3])
 
 
 def test_the_seconds_of_a_run_that_goes_on_behind_an_evaluation_go_on_as_well(tmp_path: Path) -> None:

@@ -230,7 +230,8 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
 
     Args:
         run: a run of a RunSpec, or its directory. The code of its task is executed in this process.
-        step: counted from 1; None = the first step whose loss is not finite, or is far above the losses before it.
+        step: counted from 1; None = the first step whose loss is not finite, or is far above the losses before it; if there is none, the
+            step in which the task raised an error.
         budget_s: seconds to spend at most.
 
     Raises:
@@ -245,6 +246,9 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
     losses = {int(row["step"]): _number(row["loss"]) for row in run.metric_rows if "loss" in row and "lr" in row}
     if step is None:
         step = first_bad_step(losses)
+        last = max(losses, default=0)
+        if step is None and last < spec.steps and run.error and run.error.kind == "exception":
+            step = last + 1
         if step is None:
             raise ValueError(f"replay({run!r}): no loss stands out among its {len(losses)} steps: name one, replay(run, step)")
     whole_number("step", step, least=1, error=ValueError)

@@ -41,8 +41,11 @@ MOST_CORRELATED = 0.99
 """Largest correlation of neighbouring losses that is reckoned with."""
 LEAST_CHANGES = 9
 """Changes from one loss to the next that tell how much losses vary."""
+GROWN = 4.0
+"""Times the largest of the first losses, which the smallest of the last must be where a loss is said to grow. Chosen."""
 AT_ONCE, DEVIATIONS = 8.0, 6.0
-"""Times the largest loss before it, and standard deviations of the logarithms, for a loss that explodes in the first `LEAST` steps.
+"""Times the largest loss before it, and standard deviations of the logarithms, for a loss that explodes or jumps in the first `LEAST`;
+the standard deviations also for a spike of a single step later.
 
 Chosen: losses of single samples, which vary by a factor of ten, do not reach it.
 """
@@ -90,8 +93,25 @@ class _Recent:
         return self._sorted[-1]
 
 
+SHORT = 10
+"""Losses that tell whether they grow all the time."""
+
+
+def _usual_noise(loss: float, usual: float, before: Sequence[tuple[int, float]]) -> bool:
+    """Whether a loss is within what the logarithms of those before it vary by, as losses of single samples do by factors."""
+    noise = relative_noise([value for _, value in before])
+    return noise is not None and usual > 0 and math.log(loss) - math.log(usual) < DEVIATIONS * noise
+
+
+def _jump(step: int, words: str) -> Fault:
+    hint = "a smaller learning rate, clip_grad_norm=1.0, or look at the samples of that step"
+    return Fault(kind="spike", step=step, rank=None, message=words, hint=hint)
+
+
 def spikes(losses: Sequence[tuple[int, float]], most: int = 3, surely: bool = True) -> list[Fault]:
-    """Steps in which the loss jumps up, out of proportion to how much it varied before.
+    """Steps in which the loss jumps up, out of proportion to how much it varied before; from the loss after the first `LEAST` on.
+
+    Of losses that are usually the same, such as 0, half do not vary at all: they jump where they are far above the largest before.
 
     Args:
         losses: (step, loss).
@@ -99,6 +119,7 @@ def spikes(losses: Sequence[tuple[int, float]], most: int = 3, surely: bool = Tr
         surely: a spike of a single step must stand out more than one that lasts, as it may be chance.
     """
     recent, level, above = _Recent(), _Recent(LEVEL), _Recent()  # of a falling loss the level is that of the last steps
+    highest = 0.0
     faults: list[Fault] = []
     count, quiet_until = 0, -1
     finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
@@ -107,19 +128,23 @@ def spikes(losses: Sequence[tuple[int, float]], most: int = 3, surely: bool = Tr
             usual, noise, largest = level.middle, 1.4826 * recent.middle, max(above.values)
             over = loss - usual
             later = [value - usual for _, value in finite[place + 1 : place + 6]]
+            if noise == 0:
+                largest = highest
             limit = max(SPIKE * noise, 2 * largest)
             lasts = sum(value > max(4 * noise, largest) for value in later) >= LASTS
-            if over > limit and noise > 0 and (lasts or not surely or over > max(2 * limit, ALONE * largest)):
-                after = next((at for at in range(place, len(finite)) if finite[at][1] - usual < 3 * noise), len(finite))
+            alone = over > max(2 * limit, ALONE * largest) and not _usual_noise(loss, usual, finite[max(0, place - WINDOW) : place])
+            if over > limit > 0 and (lasts or not surely or alone):
+                ordinary = 3 * noise or largest
+                after = next((at for at in range(place, len(finite)) if finite[at][1] - usual < ordinary), len(finite))
                 count, quiet_until = count + 1, max(place + 20, after)  # until then it is the same spike
                 back = f"back in step {finite[after][0]}" if after < len(finite) else "not back yet"
-                message = f"the loss jumps from {usual:.4g} to {loss:.4g} in step {step} ({over / noise:.0f} times its noise), {back}"
-                hint = "a smaller learning rate, clip_grad_norm=1.0, or look at the samples of that step"
-                faults.append(Fault(kind="spike", step=step, rank=None, message=message, hint=hint))
+                times = f"{over / noise:.0f} times its noise" if noise else f"{loss / largest:.0f} times the largest before"
+                faults.append(_jump(step, f"the loss jumps from {usual:.4g} to {loss:.4g} in step {step} ({times}), {back}"))
         if place > quiet_until or not level.values:
             level.add(loss)
             recent.add(abs(loss - level.middle))
             above.add(max(loss - level.middle, 0.0))
+            highest = max(highest, abs(loss))
     if count > most:
         faults = [*faults[:most], Fault(kind="spike", step=faults[most].step, rank=None, message=f"{count - most} more spikes", hint="")]
     return faults
@@ -139,6 +164,44 @@ def explodes_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
             hint = "a smaller learning rate, a warm-up, or clip_grad_norm=1.0"
             return [Fault(kind="rise", step=losses[first][0], rank=None, message=message, hint=hint)]
     return []
+
+
+def jumps_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
+    """A loss among the first `LEAST` that is far above those before it and those after it, where it does not stay there.
+
+    Where losses that high come again, and `spikes` does not find them, they are usual.
+    """
+    known = [(step, loss) for step, loss in losses if math.isfinite(loss)][: 2 * LEAST]
+    values, noise = [loss for _, loss in known], relative_noise([loss for _, loss in known])
+    if noise is None or min(values) <= 0:
+        return []
+    for place in range(1, min(LEAST, len(values))):
+        before, loss = max(values[:place]), values[place]
+        if loss > AT_ONCE * before and math.log(loss) - math.log(before) > DEVIATIONS * noise:
+            after = next((at for at in range(place, len(values)) if values[at] <= AT_ONCE * before), len(values))
+            again = {step for step, later in known[after:] if later > max(values[place:after]) / AT_ONCE}
+            if again - {fault.step for fault in spikes(losses, most=len(losses))}:
+                return []
+            back = f"back in step {known[after][0]}" if after < len(values) else "not back yet"
+            words = f"the loss jumps from {before:.4g} at most to {loss:.4g} in step {known[place][0]}, {back}"
+            return [_jump(known[place][0], words)]
+    return []
+
+
+def growing(losses: Sequence[tuple[int, float]]) -> list[Fault]:
+    """A loss that is far higher in the last steps than it was in the first, and has been growing in between."""
+    values = [loss for _, loss in losses if math.isfinite(loss)]
+    part = min(LEVEL, len(values) // 4)
+    if len(values) < SHORT or min(values) <= 0:
+        return []
+    first, last, noise = max(values[:part]), min(values[-part:]), relative_noise(values)
+    if noise is None or last < GROWN * first or math.log(last) - math.log(first) < DEVIATIONS * noise:
+        return []
+    message = (
+        f"the loss grows: it was {first:.4g} at most in the first {part} of {len(values)} steps, and is {last:.4g} at least in the last"
+    )
+    hint = "a smaller learning rate, a warm-up, or clip_grad_norm=1.0"
+    return [Fault(kind="rise", step=losses[0][0], rank=None, message=message, hint=hint)]
 
 
 def relative_noise(losses: Sequence[float]) -> float | None:

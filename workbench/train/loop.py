@@ -378,4 +378,7 @@ class Metrics:
             self._writer.write([{"step": step, "steps": self._steps, **values}])
 
     def close(self) -> None:
+        """Write the rest, that of a training which failed as well; where the device or the disk has failed, it is lost."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self.flush()
         self._writer.close()

@@ -23,6 +23,8 @@ VERDICTS: Mapping[str, str] = {
 """Verdict → what it means."""
 UNUSUAL = 30.0
 """Times the gradient of another batch, from which on a gradient is no ordinary one. Chosen, not measured."""
+AS_HARMFUL = 0.1
+"""Part of the harm that an update does, from which on one with another batch is as harmful. Harm grows with gradients squared. Chosen."""
 WORSE = 0.2
 """Part of the loss of other batches by which an update raises it, from which on it has made them worse. Chosen, not measured."""
 EARLY = 10.0
@@ -52,6 +54,11 @@ class Trial(JsonDataclass):
     """Loss of other batches after the update; nan = not finite."""
     skipped: bool = False
     """The loss scaler has left the update out, since gradients overflowed at its scale."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradient are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +98,7 @@ class StepReplay(Briefed, display.Shown):
         where = f"step {self.step}" + (f" (asked for: {self.asked})" if self.step != self.asked else "")
         verdicts = " and ".join([self.verdict, *self.also])
         note = [f"{where}, {verdicts}{blamed}: {VERDICTS[self.verdict]}{f': {self.why}' * bool(self.why)}"]
-        note.append(f"before it, other batches had a loss of {text(self.usual)}")
+        note.append(f"before it, other batches had {'no finite loss' if self.usual != self.usual else f'a loss of {text(self.usual)}'}")
         columns = ("the step", "loss", "norm of the gradient", "others' loss after it")
         return display.Table(columns=columns, rows=rows, title=f"Replay from {self.start}", note="\n".join([*note, *self.notes]))
 
@@ -121,8 +128,7 @@ class Usual:
 
     def ordinary(self, trial: Trial) -> bool:
         """Whether the loss and the gradient of a trial are finite, and not far above those of other batches."""
-        finite = math.isfinite(trial.loss) and math.isfinite(trial.gradient)
-        return finite and trial.loss <= self.largest and trial.gradient <= UNUSUAL * self.gradient
+        return trial.finite and trial.loss <= self.largest and trial.gradient <= UNUSUAL * self.gradient
 
     def worse(self, after: float, before: float | None = None) -> bool:
         """Whether an update has made other batches worse, beyond what is usual: their loss `after` it and `before` it (None = of all)."""
@@ -134,6 +140,18 @@ class Usual:
         beside = [*known, first] if len(known) < FEW and math.isfinite(first) else known
         return math.isfinite(self.others) and not (beside and self.others > limit(beside))
 
+    def harms_alike(self, other: Trial, plain: Trial) -> bool:
+        """Whether the update with another batch harms as the plain one does, and raises the loss of others beyond an ordinary one.
+
+        A batch whose own loss or gradient is not finite, or far above that of others, is to blame by itself, whatever the learning rate is.
+        """
+        far = plain.loss - self.others > EARLY * max(abs(self.others), 1e-6) or plain.gradient > UNUSUAL * self.gradient
+        if not plain.finite or far:
+            return False
+        if not math.isfinite(other.others) or not math.isfinite(plain.others):
+            return not math.isfinite(other.others)
+        return other.others > self.largest and other.others - self.rest >= AS_HARMFUL * (plain.others - self.others)
+
     def cures(self, trial: Trial, plain: Trial) -> bool:
         """Whether a change keeps an update from making other batches worse, and their loss rises by less than half as much."""
         rise = math.inf if math.isnan(plain.others) else plain.others - self.others
@@ -141,9 +159,7 @@ class Usual:
 
     def mends(self, higher: Trial, plain: Trial, known: Sequence[float]) -> bool:
         """Whether a higher precision makes an ordinary step of one that is none, beside the losses known before it."""
-        overflowed = math.isnan(plain.loss) or math.isnan(plain.gradient)
-        finite = math.isfinite(higher.loss) and math.isfinite(higher.gradient)
-        if overflowed and finite and higher.loss <= max([self.largest, *known]):
+        if not plain.finite and higher.finite and higher.loss <= max([self.largest, *known]):
             return True
         return self.ordinary(higher) and higher.loss < 0.5 * plain.loss
 

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,12 @@ class Replayer:
         return Taken(step, copy.deepcopy(self.trainer.state()), batches, samples, random_state(device))
 
     def take(self, taken: Taken) -> float:
-        """Take the step; its loss on rank 0."""
-        loss = self._gradients(self.trainer, taken.batches, ranks=True)
-        self.trainer.update()
-        self.done = taken.step
+        """Take the step; its loss on rank 0, or nan, and `done` is as before, where the task raises an error."""
+        loss = math.nan
+        with self.noting_errors():
+            loss = self._gradients(self.trainer, taken.batches, ranks=True)
+            self.trainer.update()
+            self.done = taken.step
         return loss
 
     def _gradients(self, trainer: Trainer, batches: Sequence[Any], *, ranks: bool = False) -> float:
@@ -162,11 +164,21 @@ class Replayer:
     def loss(self, batches: Sequence[Any]) -> float:
         """The loss of batches with the present weights, in training mode. Buffers stay."""
         buffers = {name: value.clone() for name, value in self.trainer.module.named_buffers()}
+        losses = [math.nan]
         with torch.no_grad():
-            losses = [float(self.trainer.forward(self.trainer.placed(batch))) for batch in copy.deepcopy(list(batches))]
+            with self.noting_errors():
+                losses = [float(self.trainer.forward(self.trainer.placed(batch))) for batch in copy.deepcopy(list(batches))]
             for name, value in self.trainer.module.named_buffers():
                 value.copy_(buffers[name])
         return sum(losses) / self.trainer.divisor(batches)
+
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Inside, an error of the task ends the block, and is noted: what it would have computed counts as not finite."""
+        try:
+            yield
+        except Exception as error:
+            self.notes.append(f"the task raised {type(error).__name__} ({error!s:.200}): a loss that is not computed counts as not finite")
 
     def begin(self, taken: Taken) -> None:
         """Put the weights, optimizer and random numbers back to those before a step."""
@@ -195,6 +207,7 @@ class Replayer:
         self.begin(window[0])
         trainer, precision = self.trainer, self.trainer.precision
         double = higher and self.spec.precision == "fp32"
+        loss, norm, after, done, factor = math.nan, math.nan, math.nan, True, 1.0
         try:
             if higher:
                 trainer.precision = Precision("fp32", trainer.ranks.device)
@@ -202,7 +215,7 @@ class Replayer:
                 trainer.module.double()
                 trainer.optimizer.load_state_dict(copy.deepcopy(window[0].state["optimizer"]))
                 others = [[doubled(batch) for batch in other] for other in others]
-            with in_fp64(double):
+            with self.noting_errors(), in_fp64(double):
                 for taken in window:
                     chosen = taken.batches if batches is None else list(batches)
                     loss = self._gradients(trainer, [doubled(batch) for batch in chosen] if double else chosen)
@@ -285,6 +298,9 @@ def _replay(
                 )
             history.append(player.next())
             replayed = player.take(history[-1])
+            if player.done < history[-1].step < step:
+                raise ValueError(f"replay: step {step} is not reached, since step {history[-1].step} fails here; {player.notes[-1]}")
+            player.done = history[-1].step
         recorded = losses.get(step, replayed)
         finite = math.isfinite(recorded), math.isfinite(replayed)
         if (all(finite) and abs(replayed - recorded) > 1e-3 * max(abs(recorded), 1e-6)) or finite[0] != finite[1]:
@@ -355,10 +371,18 @@ class _Judge:
                 return self._result("numerics", in_higher + beside * data, also=["data"] * data)
             if not here.ordinary(other):
                 return self._result("every batch")
-            also = ["learning rate"] * here.worse(other.others, here.rest)
-            why = f"but then, too, the update raises the loss of another batch, from {text(here.rest)} to {text(other.others)}" * len(also)
+            if here.harms_alike(other, plain):
+                found = self._update([self.taken], here, plain, higher, slower)
+                if found.verdict == "learning rate":
+                    return found
+            also = {}
+            if here.worse(other.others, here.rest):
+                rise = f"the update with another batch raises the loss of others from {text(here.rest)} to {text(other.others)}"
+                also["learning rate"] = f"updates are too large as well, since {rise}"
+            if not plain.finite and higher.finite:
+                also["numerics"] = f"it overflows as well, since {in_higher}"
             samples = _blamed(self.player, self.taken, self.others, here.ordinary, self.trials, self.say)
-            return self._result("data", why, samples=samples, also=also)
+            return self._result("data", "; ".join(also.values()), samples=samples, also=list(also))
         if here.worse(plain.others):
             return self._update([self.taken], here, plain, higher, slower)
         if place < last:
@@ -392,7 +416,10 @@ class _Judge:
             self.trials.insert(-1, slower)
         if usual.cures(slower, plain):
             return self._result("learning rate", f"{rise}; with {slower.name} it becomes {text(slower.others)}")
-        return self._result("unclear", f"{rise}; none of the changes keeps it from rising")
+        why, other = f"{rise}; none of the changes keeps it from rising", self.trials[-1]
+        if first == 1 and slower.name.startswith(f"{RATES[-1]:g} ") and usual.worse(other.others, usual.rest):
+            return self._result("every batch", f"{why}, and the update with the batch of a later step raises it as well")
+        return self._result("unclear", why)
 
     def _window(self, windows: Sequence[list[Taken]]) -> StepReplay:
         """The verdict where it takes several steps to make other batches worse: those of the first window that does."""

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.hang import hang_note
-from workbench.runs.loss_faults import explodes_at_once, not_falling, spikes
+from workbench.runs.loss_faults import explodes_at_once, jumps_at_once, not_falling, spikes
 from workbench.runs.page import dense_peak, norms_of, usage_of
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
@@ -300,7 +300,7 @@ class Follower:
         if time.monotonic() - self._judged >= ENDS_EVERY or len(self._losses) - self._seen >= LOSSES:
             self._judged, self._seen = time.monotonic(), len(self._losses)
             first, last = self._losses[:LOSSES], self._losses[-LOSSES:]
-            self._faults = [*map(str, [*explodes_at_once(first), *spikes(last), *not_falling(last)])]
+            self._faults = [*map(str, [*(explodes_at_once(first) or jumps_at_once(first)), *spikes(last), *not_falling(last)])]
         return [hang_note(self._run.hang, state in (*ACTIVE, "stopped")), loss_note(self._losses), *self._faults]
 
     def _read_ranks(self) -> None:
