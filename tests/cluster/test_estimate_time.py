@@ -567,11 +567,27 @@ def test_a_run_of_something_else_is_refused_with_the_difference(recorded: Callab
     trace = SimpleNamespace(windows=(), devices=("NVIDIA A100-SXM4-80GB",), seconds=1.0, steps=())
     with pytest.raises(EstimateTimeError, match=r"is a trace on NVIDIA A100-SXM4-80GB, and the step is for H100-SXM"):
         wb.estimate_time(spec, device="H100", measured=trace)
+    of_cpu = SimpleNamespace(windows=(), devices=(), seconds=0.06, steps=(), kinds=SimpleNamespace(device=False))
+    for traces in (of_cpu, [of_cpu], {0: of_cpu}):
+        with pytest.raises(EstimateTimeError, match=r"measured= is a trace on cpu, and the step is for H100-SXM: measure it there"):
+            wb.estimate_time(spec, device="H100", measured=traces)
     with pytest.raises(EstimateTimeError, match=r"is of a compiled step"):
         wb.estimate_time(spec, device="cpu", measured=recorded(compile="model"))
     with pytest.raises(EstimateTimeError, match=r"train\.py with 4 samples in a step of a rank, and the step has 3"):
         wb.estimate_time(gpt, batch(3), loss=loss, device="cpu", measured=script)
     assert wb.estimate_time(gpt, batch(4), loss=loss, device="cpu", measured=script).seconds.mid == pytest.approx(0.02)
+
+
+def test_a_calibration_that_is_none_is_refused_in_a_line() -> None:
+    spec = wb.RunSpec(task="text-gpt", micro_batch=4)
+    known = wb.estimate_time(spec, device="cpu", measured=0.02)
+    for given, words in (
+        (known, r"calibration= is an estimate itself: give its \.calibration"),
+        (dataclasses.replace(known, calibration=None), r"give that of one with measured=, since this one has none"),
+        (0.02, r"calibration=0\.02: expected the \.calibration of an estimate with measured="),
+    ):
+        with pytest.raises(EstimateTimeError, match=rf"{words}$"):
+            wb.estimate_time(spec, device="cpu", calibration=given)  # type: ignore[arg-type]
 
 
 def test_a_run_of_another_batch_sets_the_level_as_a_calibration_does_and_a_note_says_so(recorded: Callable[..., Any]) -> None:

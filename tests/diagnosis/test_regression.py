@@ -330,6 +330,23 @@ def test_memory_and_loss_are_compared_after_as_many_steps_as_show_it(tmp_path: P
     assert wb.what_changed(a, made(tmp_path / "c", spec)).kind == "nothing"
 
 
+def test_a_verdict_on_runs_whose_steps_differ_in_size_speaks_of_samples(tmp_path: Path) -> None:
+    """A step of B takes 2.4 times as long, and a sample 1.2 times: "Run B's step is 1.20×" was false."""
+    a, b = with_steps(tmp_path / "a", lambda i: 0.01 + 1e-5 * (i % 3)), with_steps(tmp_path / "b", lambda i: 0.024 + 1e-5 * (i % 3))
+    rows = b.path / run_directory.rank_file(0)
+    rows.write_text(rows.read_text().replace('"samples": 32', '"samples": 64'))
+    result = wb.what_changed(a, Run.load(b.path), rerun=False)
+    assert result.verdict.startswith("Run B's time per sample is 1.20× that of run A")
+    assert result.table.title.startswith("What changed: time per sample (")
+    assert result.brief()["per"] == "sample"
+
+
+def test_a_change_that_is_beyond_noise_and_too_small_is_no_noise(tmp_path: Path) -> None:
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", memory=2**30 + 400_000)
+    verdict = wb.what_changed(a, b, of="memory", rerun=False).verdict
+    assert re.search(r"^Nothing to explain: .* that of run A, which is too little to look for a reason \(1.000× \(1 to 1\)\)", verdict)
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     a = made(tmp_path / "a")
     with pytest.raises(ValueError, match="a task beside a script"):

@@ -1,6 +1,6 @@
 """`estimate_time`: predicts the seconds of a training step on a device that need not be here, from the operators of a dry run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,11 @@ def estimate_time(
     """
     if measured is not None and calibration is not None:
         raise EstimateTimeError("measured= and calibration= both set the level: give one of them")
+    if isinstance(calibration, StepTime):
+        known = "its .calibration" if calibration.calibration else "that of one with measured=, since this one has none"
+        raise EstimateTimeError(f"calibration= is an estimate itself: give {known}")
+    if not isinstance(calibration, TimeCalibration | None):
+        raise EstimateTimeError(f"calibration={calibration!r:.80}: expected the .calibration of an estimate with measured=")
     where = _device(device, known=measured is not None or calibration is not None)
     from workbench.memory.estimate.plan import plan_of
 
@@ -71,7 +76,8 @@ def estimate_time(
     if hasattr(measured, "timelines"):
         of_spec, resized = isinstance(read_program("estimate_time", target, batch), RunSpec), bool(options.keys() & {"sequence", "image"})
         other = _other_spec(measured, plan, where, of_spec=of_spec, resized=resized)
-    _check_device("trace", next(iter(getattr(measured, "devices", ())), None), where)
+    for trace in measured.values() if isinstance(measured, Mapping) else measured if isinstance(measured, list | tuple) else [measured]:
+        _check_device("trace", _traced_device(trace), where)
     memory, floor = _counted(plan, where)
     compiled = plan.spec.compile != "none"
     operators = tuple(
@@ -159,6 +165,12 @@ def _check_device(what: str, name: str | None, where: Device) -> None:
     there = Device.known(name) if name else None
     if name and ((where is CPU) != (name == "cpu") or (there and Device.known(where.name) not in (None, there))):
         raise EstimateTimeError(f"measured= is a {what} on {name}, and the step is for {where.name}: measure it there")
+
+
+def _traced_device(trace: Any) -> str | None:
+    """Name of the device that computes in a trace; None = it has none, or is no trace."""
+    on_cpu = hasattr(trace, "kinds") and not trace.kinds.device
+    return "cpu" if on_cpu else next(iter(getattr(trace, "devices", ())), None)
 
 
 def _function(spec: Any) -> str:

@@ -126,15 +126,17 @@ class WhatChanged(display.Shown, JsonDataclass):
         return tuple(name for name in self.changes if name not in tried)
 
     @property
+    def _what(self) -> str:
+        return "time per sample" if self.of == "time" and self.per == "sample" else QUANTITIES[self.of]
+
+    @property
     def verdict(self) -> str:
         """The answer in words, with what to do."""
-        what = QUANTITIES[self.of]
+        what = self._what
         said = f"Run B's {what} is {over(self.ratio.mid)} that of run A"
         if self.kind == "nothing":
-            return (
-                f"Nothing to explain: {said[0].lower()}{said[1:]}, and the steps of the runs themselves vary as much "
-                f"({_ends(self.ratio)}){self._alike}."
-            )
+            vary = "and the steps of the runs themselves vary as much" if 0 in self.change else "which is too little to look for a reason"
+            return f"Nothing to explain: {said[0].lower()}{said[1:]}, {vary} ({_ends(self.ratio)}){self._alike}."
         today = self._ratio(self.owner) if self.owner else self.today
         if self.kind == "owner":
             many = "are" if len(self.owner) > 1 else "is"
@@ -190,7 +192,7 @@ class WhatChanged(display.Shown, JsonDataclass):
     @property
     def _alike(self) -> str:
         return (
-            f", and its {QUANTITIES[self.of]} with B's {_list(self.changes)} is {_ends(self.today)} that without"
+            f", and its {self._what} with B's {_list(self.changes)} is {_ends(self.today)} that without"
             if self.today and self.changes
             else ""
         )
@@ -201,7 +203,7 @@ class WhatChanged(display.Shown, JsonDataclass):
         far = MINE * (recorded[1] - recorded[0])
         if now is None or recorded[0] - far < now.mid < recorded[1] + far:
             return f"run A is today {one}"
-        return f"run A's {QUANTITIES[self.of]} is today {'below' if now.mid < recorded[0] else 'above'} that of both"
+        return f"run A's {self._what} is today {'below' if now.mid < recorded[0] else 'above'} that of both"
 
     @property
     def _now(self) -> str:
@@ -234,7 +236,7 @@ class WhatChanged(display.Shown, JsonDataclass):
             if len(changes) > 1:
                 names = "all of the above that can be tried" if changes == self.changes else ", ".join(changes)
                 rows.append(("together", names, "", "", f"{_ends(seen)}{' ←' * (changes == self.owner)}"))
-        what = QUANTITIES[self.of] + (" per sample" if self.per == "sample" else "")
+        what = self._what
         texts = [self.text(value) for value in self.recorded]
         last = f"{several(len(self.reruns), 'training')} of {self.steps} steps in {units.seconds(self.seconds)}" if self.reruns else ""
         return display.Table(
@@ -268,7 +270,7 @@ class WhatChanged(display.Shown, JsonDataclass):
             "kind": self.kind,
             "owner": [short(name, 40) for name in self.owner[:_ROWS]],
             "of": self.of,
-            **({"statistic": self.statistic} if self.statistic else {}),
+            **({"statistic": self.statistic, "per": self.per} if self.statistic else {}),
             "recorded": [number(each, 5) for each in self.recorded],
             "tried": [[short(" + ".join(changes), _WORDS), three(seen, 5)] for changes, seen in self.ratios.items()],
             "differs": [[each.section, short(each.name, 40), short(each.a, 30), short(each.b, 30)] for each in self.grouped],
