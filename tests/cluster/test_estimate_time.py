@@ -581,13 +581,13 @@ def test_a_run_of_something_else_is_refused_with_the_difference(recorded: Callab
 def test_a_calibration_that_is_none_is_refused_in_a_line() -> None:
     spec = wb.RunSpec(task="text-gpt", micro_batch=4)
     known = wb.estimate_time(spec, device="cpu", measured=0.02)
-    for given, words in (
+    for wrong, words in (
         (known, r"calibration= is an estimate itself: give its \.calibration"),
         (dataclasses.replace(known, calibration=None), r"give that of one with measured=, since this one has none"),
         (0.02, r"calibration=0\.02: expected the \.calibration of an estimate with measured="),
     ):
         with pytest.raises(EstimateTimeError, match=rf"{words}$"):
-            wb.estimate_time(spec, device="cpu", calibration=given)  # type: ignore[arg-type]
+            wb.estimate_time(spec, device="cpu", calibration=wrong)  # type: ignore[arg-type]
 
 
 def test_a_run_of_another_batch_sets_the_level_as_a_calibration_does_and_a_note_says_so(recorded: Callable[..., Any]) -> None:
