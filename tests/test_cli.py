@@ -486,6 +486,13 @@ def test_the_examples_that_predict_work(monkeypatch: pytest.MonkeyPatch, capsys:
     answer = json.loads(capsys.readouterr().out)
     assert (answer["first_over"], answer["steps"], answer["unit"], answer["proof"]) == (None, 50, "tokens", None)
     assert [plan["name"] for plan in answer["plans"]] == ["as it is", "bucketed", "packed"]
+    assert main(["estimate", "text-gpt", "--device", "H100", "--ladder", "--max-batch"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("fits H100-SXM") == 2, "once for the step as it is, once for the largest batch"
+    assert "\nIt fits H100-SXM as it is, with " in printed
+    assert "\nmicro_batch=" in printed
+    assert main(["estimate", "text-gpt", "--device", "cpu", "--max-batch"]) == 0
+    assert "main memory" in capsys.readouterr().out
     assert main(["batch-lengths", "text-gpt", "--device", "cpu", "--capacity", "1000", "--steps", "2"]) == 1
     assert "step 1 will run out of memory" in capsys.readouterr().out
     assert main([*shlex.split(COMMANDS["plan"][2])[1:], "--json"]) == 0

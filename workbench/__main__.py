@@ -321,7 +321,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
     option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
-    option("batch-lengths", "--device", required=True, help='a name, such as "H100"; "cpu" with --capacity')
+    option("batch-lengths", "--device", required=True, help='a name, such as "H100", or "cpu" for this machine')
     option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="bytes that one rank may use, instead of the device's")
     option("estimate-time", "--cluster", metavar="NAME", help='nodes and links for several ranks, such as "DGX-H100"')
     option("estimate-time", "--measured", metavar="STEP", help="a step measured on that device: its seconds, or the directory of the run")

@@ -191,6 +191,25 @@ def test_padding_and_what_ifs_hold_the_same_tokens(roomy: BatchLengths) -> None:
         roomy["sorted"]
 
 
+def test_wrong_lengths_and_devices_are_refused_in_words(spec: wb.RunSpec) -> None:
+    """As are numbers that are none: they used to end in a TypeError of a comparison."""
+    for length, said in (
+        (lambda sample: None, "returned None"),
+        (lambda sample: 1.5, "returned 1.5"),
+        (7, "length=7: a function of a sample"),
+    ):
+        with pytest.raises(LengthsError, match=said):
+            wb.batch_lengths(spec, device="cpu", length=length)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"device=None: \"cuda\" \(any GPU\), \"cpu\", a name such as"):
+        wb.batch_lengths(spec, device=None)  # type: ignore[arg-type]
+
+
+def test_the_memory_of_this_machines_cpu_is_shared_by_its_ranks(spec: wb.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.runs.launch.guard.memory_limit", lambda: 10**10)
+    capacities = [wb.batch_lengths(spec, device="cpu", steps=1, nproc_per_node=ranks).capacity for ranks in (1, 2)]
+    assert capacities == [int(0.95 * 10**10), int(0.95 * 10**10 / 2)]
+
+
 @pytest.mark.parametrize(
     ("sample", "unit"),
     [(torch.zeros(5), "values"), ((torch.zeros(5, 80, dtype=torch.bfloat16), 1), "rows"), (torch.zeros(5, dtype=torch.long), "tokens")],

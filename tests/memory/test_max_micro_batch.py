@@ -164,8 +164,8 @@ def test_a_batch_above_the_dataset_is_not_looked_for() -> None:
     found = max_micro_batch(task, "H200")
     assert int(found) == 2001
     assert needed(found.next) < found.capacity
-    assert "the dataset has no more for one optimizer step. It fits H200" in str(found)
-    told = re.search(r"; memory alone would allow about micro_batch=(\d+)$", found.word)
+    assert found.word.endswith("the dataset has no more for one optimizer step")
+    told = re.search(r"^it fits H200.*; memory alone would allow about micro_batch=(\d+)$", found.reason)
     assert told
     alone = max_micro_batch(task.model, "H200", loss=task.loss, batch=torch.zeros(5, 2, WIDTH))
     assert int(told[1]) == pytest.approx(int(alone), rel=0.01)
@@ -320,10 +320,24 @@ def test_what_fits_only_with_states_in_host_memory_is_found_after_all_else() -> 
     assert "offload" not in enough.changes
 
 
-@pytest.mark.parametrize("name", ["cuda", "cpu"])
-def test_a_device_without_a_capacity_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no capacity"):
-        max_micro_batch(Net, name, **GIVEN)
+def test_any_gpu_has_no_capacity_and_the_cpu_has_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="the device is 'cuda', whose memory is not known: name one, such as H200 or RTX-4090, or say"):
+        max_micro_batch(Net, "cuda", **GIVEN)
+    monkeypatch.setattr("workbench.runs.launch.guard.memory_limit", lambda: 2**30)
+    for ranks in (1, 4):
+        given = {**GIVEN, "world_size": ranks}
+        found, expected = max_micro_batch(Net, "cpu", **given), max_micro_batch(Net, "cpu", capacity=2**30 // ranks, **given)
+        assert int(found) == int(expected) > 0
+        assert found.capacity == int(0.95 * 2**30 / ranks)
+    assert memory_ladder(Net, "cpu", **GIVEN).capacity == int(0.95 * 2**30)
+
+
+def test_a_ladders_moments_count_all_micro_batches() -> None:
+    """Where a step has more of them than a dry run takes."""
+    given = {**GIVEN, "accumulation": 256}
+    ladder = memory_ladder(Net, "cpu", capacity=2**30, **given)
+    assert "256 micro-batches" in ladder.start.title
+    assert " of 64" not in str(ladder)
 
 
 def test_an_unknown_device_and_a_margin_that_is_none() -> None:
@@ -388,12 +402,12 @@ def test_what_fits_only_by_the_middle_of_a_range_is_said_to_be_not_certain(model
         more = estimate_memory(model, device=where, micro_batch=found.surely + 1, **GIVEN).fits(where, margin=0.0)
         assert more
         assert not more.certain
-    assert found.word.startswith(
-        f"up to micro_batch={found.surely} it surely fits {found.device}; {found.micro_batch} is the largest that probably fits "
-        "(memory outside of PyTorch's allocator is known as a range only): "
+    assert found.word == (
+        f"micro_batch={found.micro_batch} is the largest that probably fits {found.device}; up to {found.surely} it surely fits"
     )
-    assert "not certain" not in found.word, "once is enough"
-    assert "; one more is " in found.word
+    assert found.reason.endswith("; memory outside of PyTorch's allocator is known as a range only")
+    assert "not certain" not in str(found), "once is enough"
+    assert "; one more is " in found.reason
     ladder = memory_ladder(model, where, margin=0.0, **{**GIVEN, "micro_batch": found.micro_batch})
     assert "as it is" in ladder.word
     assert "; not certain, since memory outside" in ladder.word

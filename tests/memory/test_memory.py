@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import workbench as wb
+from workbench.core.checks import shown
 from workbench.core.progress import Waiting
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.api import measure_memory
@@ -342,6 +343,33 @@ def test_two_ranks(tmp_path: Path) -> None:
         measure_memory(run, steps=2)
 
 
+# --- a model with its batch
+
+
+@pytest.mark.parametrize("given", ["module", "class", "function", "loader"])
+def test_a_model_is_measured_as_it_is_estimated(given: str) -> None:
+    """The same arguments: the model, a batch, its loss and its optimizer."""
+    model, batch = perceptron().eval(), vectors(64)
+    target: Any = {"class": Decoder, "function": perceptron}.get(given, model)
+    batch = tokens(2) if given == "class" else batch
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    about: dict[str, Any] = {"loss": lambda net, batch: F.cross_entropy(net(batch[0]).flatten(0, -2), batch[1]), "optimizer": "sgd"}
+    predicted = wb.estimate_memory(target, batch, **about, device="cpu")
+    loader = DataLoader(list(zip(*batch, strict=True)), batch_size=64) if given == "loader" else batch  # type: ignore[arg-type, var-annotated]
+    found = wb.measure_memory(target, loader, **about, device="cpu")
+    assert abs(found.total - predicted.total) < 0.02 * predicted.total, str(found - predicted)
+    assert found.optimizer_states == 0
+    assert found.title == f"{shown(target)}, 3 steps"
+    assert not model.training
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_a_loss_gets_that_of_an_estimate() -> None:
+    found = wb.measure_memory(perceptron(), vectors(64))
+    assert "no loss was given, so the loss is the cross-entropy of the output and the batch's last part" in found.notes
+    assert found.optimizer_states > 0
+
+
 # --- what is refused
 
 
@@ -349,7 +377,15 @@ def test_what_is_refused(by_hand: Any) -> None:
     model = perceptron()
     step = stepping(model, adam(model))
     with pytest.raises(ValueError, match="a module goes into model="):
-        measure_memory(model, [vectors(4)])
+        measure_memory(model)
+    with pytest.raises(ValueError, match=r"a model needs a batch of tensors: measure_memory\(model, batch, loss=…\)"):
+        measure_memory(model, device="cpu")
+    with pytest.raises(ValueError, match=r"runs on this machine, so 'cpu' .*is allowed; estimate_memory\(model, batch, device='H100'\)"):
+        measure_memory(model, vectors(4), device="H100")
+    with pytest.raises(ValueError, match=r"was given loss=, which only goes with a model"):
+        measure_memory(step, [vectors(4)], loss=lambda model, batch: None)
+    with pytest.raises(ValueError, match=r"write loss=lambda model, batch"):
+        measure_memory(model, vectors(4), loss=F.cross_entropy)
     with pytest.raises(ValueError, match="it is the other way round"):
         measure_memory([vectors(4)], step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs the loader"):

@@ -182,7 +182,8 @@ def batch_plan(
     Args:
         spec: the present plan: its batch, its ranks and its learning rate, which should be tuned.
         world_size: number of ranks that work on different samples; None = the spec's own.
-        device: the device whose memory limits the micro-batch: a name, such as "A100-80GB", or a Device; None = memory is not considered.
+        device: the device whose memory limits the micro-batch: a name, such as "A100-80GB", a Device, or "cpu", this machine's memory in
+            equal shares for the ranks; None = memory is not considered.
         largest: the largest micro-batch, if it is known; takes precedence over `device`.
         global_batch: required samples per step; None = the best.
         noise_scale: in samples, or what `wb.noise_scale` gave; None = measured here; False = not measured, and the batch stays.

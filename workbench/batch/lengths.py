@@ -9,11 +9,11 @@ from typing import Any
 from workbench.batch.analysis.lengths import BatchLengths, DryRuns, LengthGrid, LengthsError, LengthsProof, parts_of
 from workbench.cluster.analysis.step_time import CPU
 from workbench.core import codec
-from workbench.core.checks import check_budget, whole_number
+from workbench.core.checks import check_budget, is_number, whole_number
 from workbench.core.device import Device
 from workbench.core.progress import INTERRUPTED, Waiting, say_what_was_interrupted
 from workbench.core.synonyms import accept_synonyms
-from workbench.memory.analysis.fit import MARGIN, usable_memory
+from workbench.memory.analysis.fit import MARGIN, device_name, usable_memory
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.api import breakdown_of, record
 from workbench.memory.ladder import timed_estimate
@@ -50,8 +50,8 @@ def batch_lengths(
 
     Args:
         target: a RunSpec or the name of a task, whose collate function pads each batch to its longest sample.
-        device: a name such as "A100-80GB", or a Device; "cpu" with a capacity.
-        capacity: bytes available to one rank; None = the device's memory.
+        device: a name such as "A100-80GB", a Device, or "cpu".
+        capacity: bytes available to one rank; None = the device's memory, of "cpu" this machine's, in equal shares for the ranks.
         steps: how many optimizer steps to predict; None = those of an epoch.
         length: a function from a sample to its number of tokens; None = the length of "input_ids", or else of the first list, text, or
             tensor of at most two dimensions. The length of a text is in characters, that of floats in values or rows, and the answer says
@@ -75,7 +75,8 @@ def batch_lengths(
     from workbench.data.resumable_sampler import ResumableSampler
 
     spec = target.replace(**knobs) if knobs else target
-    name, room = usable_memory(device, capacity, margin)
+    device_name(device)
+    name, room = usable_memory(device, capacity, margin, ranks=spec.nproc_per_node)
     task = tasks.resolve(spec.task)
     dataset = task.dataset()
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -188,7 +189,9 @@ def _measure(dataset: Any, count: int, length: Callable[[Any], int] | None, toke
     if length is not None and tokenizer is not None:
         raise LengthsError("length= and tokenizer= both count tokens: give one of them")
     if length is not None:
-        return "tokens", length
+        if not callable(length):
+            raise LengthsError(f"length={length!r:.60}: a function of a sample is allowed, which returns its number of tokens")
+        return "tokens", functools.partial(_given_length, length)
     if tokenizer is not None:
         return "tokens", functools.partial(_tokens, tokenizer)
     unit = _unit(dataset[0]) if count else "tokens"
@@ -199,6 +202,14 @@ def _measure(dataset: Any, count: int, length: Callable[[Any], int] | None, toke
         return length_of(sample)
 
     return unit, of_one_unit
+
+
+def _given_length(length: Callable[[Any], Any], sample: Any) -> int:
+    """What the user's function says of a sample."""
+    count: Any = length(sample)
+    if not is_number(count, numpy=True) or count < 0 or count != int(count):
+        raise LengthsError(f"length= returned {count!r:.60} for a sample: a whole number of tokens is expected")
+    return int(count)
 
 
 def _tokens(tokenizer: Any, sample: Any) -> int:

@@ -38,8 +38,8 @@ def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) ->
     device_name(given.device)
     if given.json and (given.ladder or given.max_batch):
         raise ValueError("--json has the estimate alone: leave out --ladder and --max-batch")
-    if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
-        raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
+    if given.device == "cuda" and (given.ladder or given.max_batch):
+        raise ValueError("--device cuda is any GPU, whose memory is not known: name one, such as --device H200")
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
     _begin(given.target)
     from workbench.memory.api import estimate_memory
@@ -55,16 +55,21 @@ def estimate(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) ->
         show({"memory": memory, "fits": None if fits is None else bool(fits), "spare": None if fits is None else fits.spare}, given)
         return 0 if fits is None or fits else 1
     print(breakdown)
-    if given.device in ("cpu", "cuda"):
-        return 0
-    print(f"\n{breakdown.fits(given.device)}")
-    if not given.ladder and not breakdown.fits(given.device):
+    named = given.device not in ("cpu", "cuda")
+    ladder = memory_ladder(target, given.device, **shapes) if given.ladder else None
+    enough = bool(breakdown.fits(given.device)) if named else ladder is None or (ladder.fits and not ladder.rungs)
+    if ladder and enough:
+        print(f"\n{ladder.word[:1].upper()}{ladder.word[1:]}.")  # a table would have the row of the step as it is
+    elif named:
+        print(f"\n{breakdown.fits(given.device)}")
+    if ladder and not enough:
+        print(f"\n{ladder.table_without(breakdown.notes)}")
+    elif not enough:
         print("What would make it fit: the same command with --ladder, or --max-batch for the largest micro-batch.")
-    if given.ladder:
-        print(f"\n{memory_ladder(target, given.device, **shapes)}")
     if given.max_batch:
-        print(f"\n{max_micro_batch(target, given.device, **shapes).word}")  # its notes stand above
-    return 0 if breakdown.fits(given.device) else 1
+        most = max_micro_batch(target, given.device, **shapes)
+        print(f"\n{most.word}" + f"\n{most.reason}" * bool(most.reason))  # its notes stand above
+    return 0 if enough else 1
 
 
 def plan(given: argparse.Namespace, knobs: Mapping[str, Any], show: Show) -> int:

@@ -6,6 +6,7 @@ steps, in this process or in a launch of its own.
 
 import contextlib
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import units
-from workbench.core.checks import check_budget, whole_number
+from workbench.core.checks import check_budget, is_module, whole_number
 from workbench.core.device import DEVICES, Device
 from workbench.core.progress import Waiting, predicts, say_what_was_interrupted, tick
 from workbench.core.synonyms import accept_synonyms
@@ -355,6 +356,8 @@ def measure_memory(
     *,
     model: Any = None,
     optimizer: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    device: str | None = None,
     steps: int | None = None,
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
@@ -363,14 +366,20 @@ def measure_memory(
 
     * `measure_memory(step, loader)` takes some steps in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random
       generators and loader are restored. What the step uses is counted, and not the other tensors of the process.
+    * `measure_memory(model, batch)` takes steps with a copy of the model, in fp32, with the loss and the optimizer that
+      `estimate_memory(model, batch)` assumes, or with yours.
     * `measure_memory(spec)` launches the spec's ranks and returns the breakdown of the rank with the most memory.
     * `measure_memory(run)` reads the result of such a launch; `run.memory_breakdown(rank)` has the breakdown of each rank.
 
     Args:
-        target: a step function, a RunSpec, a run, or the path of a run directory.
-        loader: with a step: its batches, from a DataLoader or any other iterable.
+        target: a step function, a model or a function that builds one, a RunSpec, a run, or the path of a run directory.
+        loader: with a step: its batches, from a DataLoader or any other iterable. With a model: the same, or one batch, which is tensors in
+            a tuple, a list or a dict.
         model: with a step: the module, or several; None = found by looking at the step.
-        optimizer: with a step: the optimizer, or several; None = found as well.
+        optimizer: with a step: the optimizer, or several; None = found as well. With a model: a name with options or a function of the
+            parameters, as `estimate_memory` takes it; None = "adamw".
+        loss: with a model: `loss(model, batch)` → a tensor with one number; None = see `estimate.examples.DefaultLoss`.
+        device: with a model: "cpu" or "cuda"; None = where the model is.
         steps: how many steps are taken; None = 3. With `gradient_compression="powersgd"` it is 4, and PowerSGD starts in the third,
             whatever its `start`, so that what it keeps between two steps is measured.
         budget_s: seconds to spend at most, the start of a launch included; no step starts later, but at least one is taken. After the
@@ -386,6 +395,17 @@ def measure_memory(
         RunError: the launch failed; its run directory stays.
     """
     check_budget(budget_s, limited=True)
+    made = None
+    if _builds_model(target):
+        from workbench.memory.estimate.model_steps import ModelSteps
+
+        if made := ModelSteps.of(target, loader, loss=loss, optimizer=optimizer, device=device):
+            target, loader, model, optimizer = made.step, made.loader, made.model, made.optimizer
+    elif extra := [name for name, value in (("loss", loss), ("device", device)) if value is not None]:
+        raise ValueError(
+            f"measure_memory({shown(target)}, …) was given {extra[0]}=, which only goes with a model: measure_memory(model, batch, "
+            f"{extra[0]}=…); a step and a task have their own"
+        )
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer, steps=steps)
     if isinstance(given, Run):
         observed: MemoryBreakdown = given.memory_breakdown()
@@ -402,7 +422,18 @@ def measure_memory(
     with say_what_was_interrupted("measure_memory"), Waiting("measure_memory", budget_s, begin=f"recording {count} steps") as line:
         from workbench.memory.measure.memory import measure
 
-        return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, line=line)
+        measured = measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, line=line)
+    return made.titled(measured, count) if made else measured
+
+
+def _builds_model(target: Any) -> bool:
+    """Is it a model, a class of models, or a function without arguments, which a step function is not?"""
+    if is_module(target) or inspect.isclass(target):
+        return True
+    try:
+        return inspect.isfunction(target) and not inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 @accept_synonyms

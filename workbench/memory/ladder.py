@@ -12,7 +12,7 @@ from workbench.core.device import Device
 from workbench.core.progress import predicts, tick
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
+from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, ranks_here, usable_memory
 from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
@@ -49,15 +49,15 @@ def memory_ladder(
 
     Args:
         target: as in `estimate_memory`.
-        device: a name, such as "RTX-4090", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
-        capacity: bytes available to one rank; None = the device's memory.
+        device: a name, such as "RTX-4090", a Device, or "cpu"; with a capacity also "cuda" (any GPU).
+        capacity: bytes available to one rank; None = the device's memory, of "cpu" this machine's, in equal shares for the ranks.
         margin: share of the device's memory that stays free.
         options: as in `estimate_memory`. As there, the batch may be the second argument, if `device=` is given by name.
 
     Raises:
         ValueError: an unknown device, or a target that cannot be estimated.
     """
-    name, limit = usable_memory(device, capacity, margin)
+    name, limit = usable_memory(device, capacity, margin, ranks=ranks_here(target, options))
     return _Climb(target, device, options, limit=limit).ladder(name, margin)
 
 
@@ -217,7 +217,9 @@ class _Climb:
         times = options.get("accumulation", 1)
         if times > MICRO_STEPS:
             found, seconds = self._estimate({**options, "accumulation": MICRO_STEPS})
-            return replace(found, title=found.title.replace(f"{MICRO_STEPS} micro", f"{times} micro")), seconds
+            title = found.title.replace(f"{MICRO_STEPS} micro", f"{times} micro")
+            moment = found.peak_moment.replace(f" of {MICRO_STEPS}", f" of {times}")
+            return replace(found, title=title, peak_moment=moment), seconds
         if isinstance(self._device, Device):
             return timed_estimate(self._target, device=self._device, typed=self._typed, **options)
         return estimate_memory(self._target, device=self._device, **options), math.nan

@@ -12,7 +12,7 @@ from workbench.core.progress import predicts, tick
 from workbench.core.synonyms import accept_synonyms
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
-from workbench.memory.analysis.fit import MARGIN, usable_memory
+from workbench.memory.analysis.fit import MARGIN, ranks_here, usable_memory
 from workbench.memory.analysis.whatif import MaxMicroBatch, needed, needed_at_most
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
@@ -35,10 +35,13 @@ class WholeDataset(MaxMicroBatch):
     @property
     def word(self) -> str:
         """In a line."""
-        return (
-            f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step. "
-            f"It fits {self.device}: {self.room}; "
-            + (f"memory alone would allow about micro_batch={self.by_memory}" if self.by_memory else "memory alone would allow more")
+        return f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step"
+
+    @property
+    def reason(self) -> str:
+        """What is left of the memory, and how many samples it would hold, in a line."""
+        return f"it fits {self.device}: {self.room}; memory alone would allow " + (
+            f"about micro_batch={self.by_memory}" if self.by_memory else "more"
         )
 
 
@@ -58,15 +61,15 @@ def max_micro_batch(
 
     Args:
         target: as in `estimate_memory`.
-        device: a name, such as "A100-80GB", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
-        capacity: bytes available to one rank; None = the device's memory.
+        device: a name, such as "A100-80GB", a Device, or "cpu"; with a capacity also "cuda" (any GPU).
+        capacity: bytes available to one rank; None = the device's memory, of "cpu" this machine's, in equal shares for the ranks.
         margin: share of the device's memory that stays free.
         options: as in `estimate_memory`. As there, the batch may be the second argument, if `device=` is given by name.
 
     Raises:
         ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.
     """
-    name, limit = usable_memory(device, capacity, margin)
+    name, limit = usable_memory(device, capacity, margin, ranks=ranks_here(target, options))
     runs = _Runs(target, device, options)
     most = _most(target, options)
     nodes = NODES

@@ -1,5 +1,6 @@
 """Fit: whether memory fits a device, how much is left, and how certain that is; and how much of a device may be used."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +125,19 @@ def device_name(device: str | Device) -> str:
         raise
 
 
-def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
-    """The device in words, and its bytes that may be used."""
+def ranks_here(target: Any, options: Mapping[str, Any]) -> int:
+    """Ranks that share the memory of this machine, if a step is taken on its CPU."""
+    given = options.get("world_size") or options.get("nproc_per_node") or getattr(target, "nproc_per_node", 1)
+    return int(given)
+
+
+def usable_memory(device: str | Device, capacity: int | None, margin: float, *, ranks: int = 1) -> tuple[str, int]:
+    """The device in words, and its bytes that a rank may use; of "cpu" without a capacity an equal share of this machine's memory."""
+    if capacity is None and device == "cpu":
+        from workbench.runs.launch.guard import memory_limit
+
+        whole = memory_limit()
+        capacity = whole // ranks if whole else None
     if capacity is None:
         known = device_of(device)
         return known.name, usable_bytes(known, margin)
@@ -137,8 +149,8 @@ def usable_memory(device: str | Device, capacity: int | None, margin: float) -> 
 def device_of(device: str | Device) -> Device:
     if is_unnamed(device):
         raise ValueError(
-            f"device={device!r} has no capacity of its own: name one, such as 'H200' or 'RTX-4090', or make a wb.Device; or say how many "
-            "bytes there are: capacity=…"
+            f"the device is {device!r}, whose memory is not known: name one, such as H200 or RTX-4090, or say how many bytes a rank may "
+            "use (in Python capacity=…)"
         )
     return device if isinstance(device, Device) else Device.named(device)
 

@@ -1,7 +1,7 @@
 """What-ifs about memory: MemoryComparison (each change alone), MemoryLadder (changes added until it fits), MaxMicroBatch."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,6 +205,10 @@ class MemoryLadder(display.Shown):
     @property
     def table(self) -> display.Table:
         """One row per change."""
+        return self.table_without(())
+
+    def table_without(self, notes: Collection[str]) -> display.Table:
+        """One row per change, without notes that stand elsewhere already."""
         rows = [[SAME, units.bytes_(needed(self.start)), "", "", self.start.peak_moment]]
         rows += [
             [rung.label, units.bytes_(needed(rung.breakdown)), _time(rung.slowdown), rung.price, rung.breakdown.peak_moment]
@@ -215,7 +219,12 @@ class MemoryLadder(display.Shown):
             columns=("change", "needs", "time", "price", "where the peak lies"),
             rows=rows,
             title=f"{what}: {usable_words(self.capacity, self.margin)}",
-            note=display.notes([f"{self.word}; predicted; time at the device's roofline, communication left out", *self.notes]),
+            note=display.notes(
+                [
+                    f"{self.word}; predicted; time at the device's roofline, communication left out",
+                    *(note for note in self.notes if note not in notes),
+                ]
+            ),
         )
 
     def to_frame(self) -> Any:
@@ -304,16 +313,20 @@ class MaxMicroBatch:
         """The result in a line."""
         if not self.micro_batch:
             return f"not even one sample fits {self.device}: {self.room}; try wb.memory_ladder(spec, device={self.device!r})"
+        if self.doubt and self.surely:
+            return f"micro_batch={self.micro_batch} is the largest that probably fits {self.device}; up to {self.surely} it surely fits"
+        return f"micro_batch={self.micro_batch} is the largest that fits {self.device}{self.doubt}"
+
+    @property
+    def reason(self) -> str:
+        """What is left of the memory, and what one sample more would need, in a line; "" = not even one sample fits."""
+        if not self.micro_batch:
+            return ""
         over = units.bytes_(needed(self.next) - self.capacity)
         more, reserved = self.next.total - self.breakdown.total, (self.next.reserved or 0) - (self.breakdown.reserved or 0)
         jump = f", since the allocator reserves {units.bytes_(reserved)} more at once for it, and tensors only {units.bytes_(more)}"
-        beyond = f"; one more is {over} too much, at the {self.next.peak_moment}{jump * (reserved > JUMP * max(more, 1))}"
-        if self.doubt and self.surely:
-            return (
-                f"up to micro_batch={self.surely} it surely fits {self.device}; {self.micro_batch} is the largest that probably fits "
-                f"({KNOWN_AS_RANGE}): {spare_words(self.capacity, self.spare, self.margin)}{beyond}"
-            )
-        return f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {self.room}{beyond}"
+        beyond = f"one more is {over} too much, at the {self.next.peak_moment}{jump * (reserved > JUMP * max(more, 1))}"
+        return f"{spare_words(self.capacity, self.spare, self.margin)}; {beyond}" + f"; {KNOWN_AS_RANGE}" * bool(self.doubt and self.surely)
 
     @property
     def program(self) -> str:
@@ -321,7 +334,7 @@ class MaxMicroBatch:
         return f"for a step with {self.breakdown.title.rpartition(' samples, ')[2]}: precision= and optimizer= choose others"
 
     def __str__(self) -> str:
-        return table.notes([self.word, self.program, *self.notes])
+        return table.notes([self.word, *filter(None, [self.reason]), self.program, *self.notes])
 
     def __repr__(self) -> str:
         return f"MaxMicroBatch({self.micro_batch}, device={self.device!r})"
