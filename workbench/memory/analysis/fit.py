@@ -127,7 +127,7 @@ def device_name(device: str | Device) -> str:
 
 def ranks_here(target: Any, options: Mapping[str, Any]) -> int:
     """Ranks that share the memory of this machine, if a step is taken on its CPU."""
-    given = options.get("world_size") or options.get("nproc_per_node") or getattr(target, "nproc_per_node", 1)
+    given = options.get("world_size") or options.get("nproc_per_node") or getattr(target, "nproc_per_node", 1) or 1
     return int(given)
 
 
