@@ -205,7 +205,7 @@ def test_wrong_lengths_and_devices_are_refused_in_words(spec: wb.RunSpec) -> Non
 
 
 def test_the_memory_of_this_machines_cpu_is_shared_by_its_ranks(spec: wb.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.runs.launch.guard.memory_limit", lambda: 10**10)
+    monkeypatch.setattr("workbench.core.system_load.main_memory", lambda: 10**10)
     capacities = [wb.batch_lengths(spec, device="cpu", steps=1, nproc_per_node=ranks).capacity for ranks in (1, 2)]
     assert capacities == [int(0.95 * 10**10), int(0.95 * 10**10 / 2)]
 

@@ -323,7 +323,7 @@ def test_what_fits_only_with_states_in_host_memory_is_found_after_all_else() -> 
 def test_any_gpu_has_no_capacity_and_the_cpu_has_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="the device is 'cuda', whose memory is not known: name one, such as H200 or RTX-4090, or say"):
         max_micro_batch(Net, "cuda", **GIVEN)
-    monkeypatch.setattr("workbench.runs.launch.guard.memory_limit", lambda: 2**30)
+    monkeypatch.setattr("workbench.core.system_load.main_memory", lambda: 2**30)
     for ranks in (1, 4):
         given = {**GIVEN, "world_size": ranks}
         found, expected = max_micro_batch(Net, "cpu", **given), max_micro_batch(Net, "cpu", capacity=2**30 // ranks, **given)

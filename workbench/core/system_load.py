@@ -408,3 +408,11 @@ def text_of(path: Path) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text()
     return ""
+
+
+def main_memory() -> int | None:
+    """Bytes of main memory that this process may use: of its control group, or of the machine if that is less; None = not known."""
+    limits = [int(limit) for (limit,) in control_groups("memory", ["memory.max"], ["memory.limit_in_bytes"]) if limit.strip().isdigit()]
+    with contextlib.suppress(ValueError, IndexError):
+        limits.append(1024 * int(text_of(PROC / "meminfo").split("MemTotal:")[1].split()[0]))
+    return min(limits, default=None)

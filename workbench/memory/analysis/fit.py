@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.core import units
+from workbench.core import system_load, units
 from workbench.core.checks import whole_number
 from workbench.core.device import MARGIN as MARGIN
 from workbench.core.device import Device
@@ -134,9 +134,7 @@ def ranks_here(target: Any, options: Mapping[str, Any]) -> int:
 def usable_memory(device: str | Device, capacity: int | None, margin: float, *, ranks: int = 1) -> tuple[str, int]:
     """The device in words, and its bytes that a rank may use; of "cpu" without a capacity an equal share of this machine's memory."""
     if capacity is None and device == "cpu":
-        from workbench.runs.launch.guard import memory_limit
-
-        whole = memory_limit()
+        whole = system_load.main_memory()
         capacity = whole // ranks if whole else None
     if capacity is None:
         known = device_of(device)
