@@ -408,6 +408,25 @@ def test_dropout_in_another_order_is_random() -> None:
     assert (found.verdict, found.first and found.first.module) == ("random", "drop"), found
 
 
+def test_dropout_in_one_of_the_two_only_is_a_bug() -> None:
+    found = wb.diverge(net(), net(setting("drop.p", 0.5)), batch=X)
+    assert (found.verdict, found.first and found.first.module) == ("bug", "drop"), found
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(0.1, "random"), (0.0, "bug")])
+def test_noise_that_the_loss_draws_is_random_against_ranks_whose_operators_are_not_recorded(noise: float, verdict: str) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x + noise * torch.randn_like(x) if noise else x).square().mean()  # type: ignore[no-any-return]
+
+    def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+        given = net() if noise else net(setting("embed.bias", nn.Parameter(torch.ones(8)))) if which else net()
+        made = measure.of_pair(measure.Pair(given, X if noise or not which else 2 * X, loss), which if noise else 0, steps, double, enough)
+        made = [entry for entry in made if entry.phase != "start"]
+        return [entry for entry in made if entry.kind != "operator"] if which else made
+
+    assert measure.compare(("one process", "ranks"), run, lambda now, known: None).verdict == verdict
+
+
 @pytest.mark.parametrize(
     ("stop", "said"), [(measure.OutOfTime, "the budget ended; a larger budget_s="), (KeyboardInterrupt, "stopped by Ctrl-C")]
 )

@@ -45,6 +45,16 @@ def wrong() -> wb.Task:
     return built(1e-3)
 
 
+def weighted() -> wb.Task:
+    """Learns the samples whose first number is above 0; ranks and micro-batches have different numbers of them."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        counts = batch[0][:, 0] > 0
+        return F.mse_loss(model(batch[0])[counts], batch[1][counts])
+
+    return dataclasses.replace(built(), loss=loss, weight=lambda batch: (batch[0][:, 0] > 0).sum())
+
+
 def deep() -> wb.Task:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
@@ -83,6 +93,8 @@ def test_one_rank_that_shards_is_recorded_as_a_process_is() -> None:
                 assert {point.phase for point in points} == {"start", "forward", "backward", "optimizer"}
                 assert {point.module for point in points if point.phase == "forward"} == {"0", "1", "2", "the model", "the loss"}
                 assert max(point.difference for point in points) < (1e-12 if double else 1e-4)
+        points, _ = divergence._points(divergence.of_spec(ONE, weighted(), 2, True), of_ranks(ONE, weighted(), ranks, 2, True))
+        assert max(point.difference for point in points) < 1e-12
         several = ONE.replace(accumulation=2)
         points, _ = divergence._points(divergence.of_spec(several, built(), 2, True), of_ranks(several, built(), ranks, 2, True))
         assert max(point.difference for point in points) < 1e-12  # each micro-batch is compared with the same of the other
@@ -116,11 +128,17 @@ def test_the_stages_of_a_pipeline_are_recorded_as_the_layers_of_one_process_are(
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "knobs",
-    [{"parallel": "fsdp", "micro_batch": 4}, {"tensor_parallel": 2}, {"micro_batch": 2, "accumulation": 2}, STAGES],
-    ids=["fsdp", "tp", "ddp", "pp"],
+    [
+        {"parallel": "fsdp", "micro_batch": 4},
+        {"tensor_parallel": 2},
+        {"micro_batch": 2, "accumulation": 2},
+        STAGES,
+        {"micro_batch": 4, "task": f"{__file__}:weighted"},
+    ],
+    ids=["fsdp", "tp", "ddp", "pp", "weighted"],
 )
 def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    one = ONE.replace(micro_batch=4, accumulation=2) if "pipeline_parallel" in knobs else ONE
+    one = ONE.replace(micro_batch=4, accumulation=2) if "pipeline_parallel" in knobs else ONE.replace(task=knobs.get("task", ONE.task))
     found = wb.diverge(one, one.replace(**{"nproc_per_node": 2, **knobs}), budget_s=600, runs_dir=tmp_path)
     assert found.verdict in ("rounding", "identical"), found
     assert found.exact is not None

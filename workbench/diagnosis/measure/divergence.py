@@ -57,6 +57,7 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
         module = trainer.module.double() if double else trainer.module
         compiled = trainer.model is not module or is_compiled(module) or spec.compile != "none"
         recorder = Recorder(module, operators=not compiled)
+        trainer.phase = recorder.phase_of_step
         with contextlib.closing(trainer.batches()) as batches, in_fp64(double):
             recorder.step = 0
             for name, value in module.state_dict().items():
@@ -70,12 +71,8 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
                 recorder.value("start", "the batch", joined(taken))
                 with recorder.on():
                     total: Any = 0.0
-                    for batch in taken:
-                        recorder.phase = "forward"
-                        loss = trainer.forward(trainer.placed(batch))
-                        recorder.phase = "backward"
-                        trainer.backward(loss)
-                        total = total + loss.detach()
+                    for left, batch in zip(reversed(range(len(taken))), taken, strict=True):
+                        total = total + trainer.micro_step(batch, last=not left)
                 scale = trainer.precision.loss_scale()
                 _finish(recorder, module, total, trainer.update, trainer.optimizer, 1.0 if scale is None else float(scale))
     return recorder.entries
@@ -273,9 +270,9 @@ def compare(
         wrong = _placed_in_update(exact_first, exact_second, wrong, EXACT)
     elif by == "modules":  # where both run the same operators, they draw the same random numbers
         mine, its = _operators_of(exact_first, exact_second, wrong)
-        drawn = any(entry.random for entry in (*mine, *its))
-        verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" and not modes else verdict
         recorded = all(any(entry.kind == "operator" for entry in entries) for entries in (exact_first, exact_second))
+        drawn = _both_draw(mine, its) if recorded else _drawn_before(exact_first, wrong) or _drawn_before(exact_second, wrong)
+        verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" and not modes else verdict
         wrong = dataclasses.replace(wrong, operator=_other_operator(mine, its) if recorded else "")
     return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact), notes=notes)
 
@@ -390,6 +387,18 @@ def _operators_of(first: Sequence[Entry], second: Sequence[Entry], point: Point)
             chosen = [*entries[begin + 1 : at]]
         both.append([entry for entry in chosen if entry.kind == "operator"])
     return both
+
+
+def _both_draw(mine: Sequence[Entry], its: Sequence[Entry]) -> bool:
+    """Whether two lists of operators both draw random numbers, as far as can be seen: if only one does, they compute different things."""
+    surely, perhaps = ([any(getattr(entry, how) for entry in each) for each in (mine, its)] for how in ("random", "perhaps_random"))
+    return any(surely) and all(perhaps)
+
+
+def _drawn_before(entries: Sequence[Entry], point: Point) -> bool:
+    """Whether random numbers were drawn before a point, in a recording that has operators."""
+    places = [at for at, entry in enumerate(entries) if (entry.step, entry.phase, entry.module) == (point.step, point.phase, point.module)]
+    return any(entry.random for entry in entries[: max(places, default=-1) + 1] if entry.kind == "operator")
 
 
 def _other_operator(mine: Sequence[Entry], its: Sequence[Entry]) -> str:

@@ -26,6 +26,7 @@ from workbench.runs.task import Task
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, full_tensor, is_dtensor
+from workbench.train.step_weights import weight_of
 from workbench.train.trainer import Trainer, build_model
 
 
@@ -56,12 +57,12 @@ class RanksRecorder:
         dist.all_gather(parts, tensor.detach().contiguous(), group=self._group)
         return torch.stack(parts, 1).flatten(0, 1)
 
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean of a number over the data-parallel ranks."""
-        total = value.detach().clone()
+    def mean(self, value: Tensor, weight: Tensor) -> Tensor:
+        """The mean of a number over the data-parallel ranks, each with its weight."""
+        both = torch.stack([torch.where(weight == 0, 0.0, value.detach() * weight), weight.to(value.dtype)])
         if self._readers.world_size > 1:
-            dist.all_reduce(total, group=self._group)
-        return total / self._readers.world_size
+            dist.all_reduce(both, group=self._group)
+        return both[0] / both[1]
 
     def add(self, kind: str, key: tuple[Any, ...], phase: str, module: str, tensors: Sequence[Tensor]) -> None:
         """Keep the sketches of tensors that are whole."""
@@ -123,7 +124,8 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                     recorder.samples = next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 0)
                     with recorder.on():
                         total = total + trainer.micro_step(batch, last=not left)
-                recorder.value("forward", "the loss", recorder.mean(total))
+                counts = [weight_of(task, batch, ranks.device) if task.weight else torch.ones((), device=ranks.device) for batch in taken]
+                recorder.value("forward", "the loss", recorder.mean(total, sum(counts[1:], counts[0])))
                 scale = trainer.precision.loss_scale()
                 for name, weight in reversed(list(module.named_parameters())):
                     if weight.grad is not None:

@@ -24,6 +24,8 @@ from workbench.harness.batches import tensors_of
 PROJECTIONS = 4
 UNDEFINED = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_")
 """Operators whose result has no values yet."""
+INSIDE = ("scaled_dot_product", "_rnn", "lstm", "gru")
+"""Operators that may draw random numbers inside."""
 RANDOM = ("bernoulli", "dropout", "rand", "normal_", "uniform_", "multinomial", "exponential_")
 
 
@@ -78,6 +80,11 @@ class Entry:
     def random(self) -> bool:
         """Does it draw random numbers?"""
         return any(word in self.operator for word in RANDOM)
+
+    @property
+    def perhaps_random(self) -> bool:
+        """Does it draw random numbers, or may it?"""
+        return self.random or any(word in self.operator for word in INSIDE)
 
 
 def uncompiled(name: str) -> str:
@@ -169,6 +176,13 @@ class Recorder(TorchDispatchMode):
             if owner:
                 self._owners[tensor] = owner
                 self._add("update", (self.step, "update", owner, name), "optimizer", owner, name, tensor)
+
+    @contextlib.contextmanager
+    def phase_of_step(self, phase: str) -> Iterator[None]:
+        """Inside, the phase is that of a trainer's step, if it is recorded."""
+        before, self.phase = self.phase, phase if phase in ("forward", "backward") else self.phase
+        yield
+        self.phase = before
 
     def begin(self, step: int) -> None:
         self.step, self.phase, self._left = step, "forward", ""
