@@ -42,6 +42,28 @@ from workbench.harness.stack_sampler import StackSampler
 BUDGET = 4.0
 
 
+def test_rows_of_embedding_tables_without_a_gradient_are_counted() -> None:
+    model = nn.ModuleDict({"rare": nn.EmbeddingBag(2000, 64), "tied": nn.Embedding(2000, 64), "small": nn.Embedding(20, 64)})
+    model["sparse"] = nn.Embedding(2000, 64, sparse=True)
+    dense = [weight for name, weight in model.named_parameters() if not name.startswith("sparse")]
+    optimizers = torch.optim.Adam(dense, 0.01), torch.optim.SparseAdam(model["sparse"].parameters(), 0.01)
+    rows = torch.arange(20)
+
+    def step(batch: Tensor) -> None:
+        used = model["rare"](rows[None]) + model["small"](rows) + model["tied"](rows) + model["sparse"](rows)
+        loss = (used @ model["tied"].weight.T + batch.mean()).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    tables = experiment(step, [torch.ones(4)] * 8, budget_s=1.0).tables
+    assert tables is not None
+    assert (tables.names, tables.numbers) == (("rare", "tied"), 256_000)
+    assert tables.touched == pytest.approx((0.01 + 1) / 2)
+
+
 def test_rounds_end_after_as_many_looks_as_their_interval_allows_for() -> None:
     equal, noisy = [(1.0, 0.5)] * LOOKS, [(1.0, 0.1), (1.0, 0.9)] * LOOKS
     near = [(1.0, 0.88)] * LOOKS

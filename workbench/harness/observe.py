@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -283,6 +283,44 @@ def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> It
             handle.remove()
 
 
+MIN_TABLE = 100_000
+"""Numbers of an embedding table below which its update is no matter. Chosen: 0.1 ms or so on one core."""
+
+
+@dataclass(slots=True)
+class DenseTables:
+    """Embedding tables with a dense gradient, as one optimizer step showed them."""
+
+    rows: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Name of the module → numbers in its table, and the fraction of rows whose gradient is not zero."""
+
+
+@contextlib.contextmanager
+def recorded_tables(models: Sequence[nn.Module]) -> Iterator[DenseTables]:
+    """Inside, the gradients of large embedding tables are examined when an optimizer is about to step, each once."""
+    seen = DenseTables()
+    tables = {
+        id(part.weight): name
+        for model in models
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and not part.sparse and part.weight.numel() >= MIN_TABLE
+    }
+
+    def stepping(optimizer: Optimizer, *_: Any) -> None:
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            name = tables.pop(id(weight), None)
+            if name is None or weight.grad is None or type(weight.grad) is not torch.Tensor or weight.grad.layout != torch.strided:
+                continue
+            used = torch.linalg.vector_norm(weight.grad, ord=math.inf, dim=1) != 0  # no tensor as large as the table
+            seen.rows[name] = weight.numel(), float(used.float().mean())
+
+    handle = register_optimizer_step_pre_hook(stepping)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
 MAX_FIRST_STEPS = 20
 """The most first steps, even if they still get shorter."""
 WARM_RATIO = 0.8
@@ -306,6 +344,8 @@ class StepFacts:
     """Does the variant without reductions take any communication away?"""
     replays: Replays
     """CUDA graphs that one step launches."""
+    tables: DenseTables
+    """What the optimizer's first step showed of embedding tables."""
 
 
 def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: ReachableState, until: float, notes: list[str]) -> StepFacts:
@@ -325,7 +365,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         saved.add(discover(optimizer))
 
     with recorded_precisions(state.models, bench.device) as precisions:
-        with on_new_optimizer(state.optimizers, meet), recorded_replays() as replays:
+        with on_new_optimizer(state.optimizers, meet), recorded_replays() as replays, recorded_tables(state.models) as tables:
             bench.warm([batch], _watching_use(bench.step, notes))
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
@@ -345,6 +385,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         precision=precisions[-1] if precisions else dtype_of(state.models),
         written=written,
         replays=replays,
+        tables=tables,
         reduces=bench.peers.world_size > 1 and _reduces(bench, feed, state, notes),
     )
 

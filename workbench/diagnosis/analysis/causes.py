@@ -185,7 +185,13 @@ def optimizer_cause(e: Evidence, c: Costs) -> Cause:
             "takes longer than the arithmetic.",
         )
     text = f" {units.count(numbers)} parameters" if numbers else " the parameters"
-    return Cause(cause="optimizer", why=f"{name} takes {units.seconds(c.optimizer.mid)} per step to update{text}.")
+    rows = ""
+    if e.tables and numbers and e.tables.numbers >= MIN_EXPLAINED * numbers:
+        rows = (
+            f" {units.percent(e.tables.numbers / numbers)} of them are rows of {', '.join(e.tables.names[:3])}, and a step uses "
+            f"{units.percent(e.tables.touched)} of these rows."
+        )
+    return Cause(cause="optimizer", why=f"{name} takes {units.seconds(c.optimizer.mid)} per step to update{text}.{rows}")
 
 
 def _small_tensor(e: Evidence) -> float:

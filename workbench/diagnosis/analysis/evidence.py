@@ -16,7 +16,7 @@ from workbench.data.analysis.format_costs import FormatComparison
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
-__all__ = ["ARMS", "SMALL_OP", "TRACE", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls", "what_changes"]
+__all__ = ["ARMS", "SMALL_OP", "TRACE", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls", "Tables", "what_changes"]
 
 TRACE = "a trace of the step"
 """The look inside a step, as notes call it."""
@@ -181,6 +181,18 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Embedding tables whose gradient is dense: the optimizer updates all rows, also those that a step does not use."""
+
+    names: tuple[str, ...]
+    """Of their modules in the model, the largest first."""
+    numbers: int
+    """In all of them."""
+    touched: float
+    """Fraction of these numbers that lie in rows whose gradient is not zero, in the first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankEvidence:
     """One rank on its own: seconds per step without reductions."""
 
@@ -223,6 +235,8 @@ class Evidence(JsonDataclass):
     inside: Inside | None = None
     stalls: Stalls = Stalls()
     gradients: Gradients | None = None
+    tables: Tables | None = None
+    """Large embedding tables with a dense gradient; None = there are none, or it was not looked for them."""
     ranks: tuple[RankEvidence, ...] = ()
     noise: Noise | None = None
     longest_wait: float = math.nan

@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import units
-from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls, Tables
 from workbench.diagnosis.analysis.stalls import Call, find_stalls, within
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, StepTimes, known_pairs
 from workbench.harness.discover import ReachableState, describe
 from workbench.harness.feed import Feed
 from workbench.harness.interleave import MIN_STEPS_PER_PASS, InterleavedRounds
-from workbench.harness.observe import has_convolutions, weights_of
+from workbench.harness.observe import DenseTables, has_convolutions, weights_of
 from workbench.harness.peers import Peers
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
@@ -110,6 +110,7 @@ class EvidenceBuilder:
         samples: int | None,
         precision: str,
         padding: float | None,
+        tables: Tables | None,
         notes: Sequence[str],
     ) -> Evidence:
         """All of it, the same on all ranks. Collective."""
@@ -149,6 +150,7 @@ class EvidenceBuilder:
             ranks=tuple(self._rank(rank, timeline, alone) for rank, (timeline, _, alone, *_) in enumerate(everyone)),
             longest_wait=_mean([max(waits) for block in own for waits in zip(*(laps.waits for laps in block.laps), strict=False)]),
             padding=padding,
+            tables=tables,
             seconds=self.bench.elapsed,
             steps=self.bench.called,
             notes=tuple(dict.fromkeys(note for *_, notes, _ in everyone for note in notes)),
@@ -195,6 +197,14 @@ def new_pages_note(laps: Sequence[StepTimes]) -> list[str]:
         "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=33554432 in the environment of Python keeps it (glibc; wb.launch sets "
         "both)"
     ]
+
+
+def tables_of(seen: DenseTables) -> Tables | None:
+    """The embedding tables of a step as evidence; None if there are none."""
+    names = sorted(seen.rows, key=lambda name: -seen.rows[name][0])
+    numbers = sum(seen.rows[name][0] for name in names)
+    touched = sum(seen.rows[name][0] * seen.rows[name][1] for name in names)
+    return Tables(names=tuple(names), numbers=numbers, touched=touched / numbers) if names else None
 
 
 LARGE_BYTES = 25 * 2**20
