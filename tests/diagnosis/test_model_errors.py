@@ -144,7 +144,7 @@ def test_a_lower_bound_in_every_face(tmp_path: Path) -> None:
     assert Proof.from_json(json.loads(json.dumps(proof.to_json(), allow_nan=False))) == proof
     less = Proof(remedy=proof.remedy, measured=Interval(low=1.9, mid=2.0, high=2.1))
     assert (less.held, less.word) == (False, "it helps; less than predicted")
-    assert next(text.get_text() for text in proof.plot().texts).startswith("at least 3.00×")
+    assert next(text.get_text() for text in proof.plot().texts).startswith("3.30× (at least 3.00×)")
     assert keep(proof, path=tmp_path / "proofs.jsonl") is None
     assert len(Calibration.load(tmp_path / "proofs.jsonl").rows) == 1
 

@@ -79,14 +79,14 @@ class Remedy(JsonDataclass):
     @property
     def gain(self) -> str:
         """The prediction as text: "1.62× (1.51× … 1.70×)", with a mark where it may not help; of a ceiling, as if the part cost nothing,
-        "up to 1.62×"; without an upper end "at least 1.51×"; "not predicted" where nothing is known.
+        "up to 1.62×"; without an upper end "1.62× (at least 1.51×)"; "not predicted" where nothing is known.
         """
         if self.ceiling:
             return f"up to {units.times(self.speedup)}"
         if not self.predicted:
             return NOT_PREDICTED
         if math.isinf(self.high):
-            return f"at least {units.times(self.low)}"
+            return f"{units.times(self.speedup)} (at least {units.times(self.low)})"
         doubt = "; may not help" if self.low < 1 else ""
         return f"{units.times(self.speedup)} ({units.times(self.low)} … {units.times(self.high)}{doubt})"
 
