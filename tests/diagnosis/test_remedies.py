@@ -110,6 +110,26 @@ def test_embedding_tables_of_which_a_step_uses_few_rows_get_sparse_gradients() -
         assert "sparse gradients" not in remedies(other)
 
 
+def test_the_steps_own_code_is_named_though_the_loader_is_to_blame() -> None:
+    """A loop over samples that took a third of the step was nowhere: its time was "compute"."""
+    world = World(cpu=0.006)
+    inside = world.evidence().inside
+    assert inside is not None
+    lines = (("vit.py:27 mixup", 0.2), ("vit.py:28 mixup", 0.15), ("vit.py:40 step", 0.02))
+    evidence = dataclasses.replace(world.evidence(), inside=dataclasses.replace(inside, own=lines))
+    judgement, share = judge(evidence), 0.35 * world.cached / world.step
+    assert judgement.verdict == "input-bound"
+    assert f"{units.percent(share)} of the step is spent in mixup, outside of model and optimizer, most of it in vit.py:27" in judgement.notes
+    found = remedies(evidence)["less work in mixup"]
+    assert found.scope == "part"
+    assert found.ceiling
+    assert found.speedup == pytest.approx(1 / (1 - share), rel=0.05)
+    assert "whole batches" in found.what
+    little = dataclasses.replace(evidence, inside=dataclasses.replace(inside, own=(("vit.py:27 mixup", 0.08),)))
+    assert "less work in mixup" not in remedies(little)
+    assert judge(little).notes == judge(world.evidence()).notes
+
+
 def test_up_to_is_what_would_be_gained_if_the_part_cost_nothing() -> None:
     world = World(cpu=0.03)
     ceiling = remedies(world.evidence())["prepared data"]

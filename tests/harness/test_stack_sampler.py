@@ -165,6 +165,33 @@ def test_the_line_that_takes_the_time_is_named(work: Callable[[], object], funct
     assert max(kinds, key=lambda one: kinds[one]) == kind, kinds
 
 
+def mixes(batch: torch.Tensor) -> torch.Tensor:
+    for row in range(len(batch)):
+        batch[row] = batch[row] * 0.5 + batch[-row] * 0.5
+    return batch
+
+
+def test_the_steps_own_lines_are_those_outside_of_model_backward_and_optimizer() -> None:
+    optimizer = torch.optim.SGD(NET.parameters(), 1e-9)
+
+    def step() -> None:
+        loss = torch.nn.functional.mse_loss(NET(mixes(X.clone())), X[:, :10])
+        loss.backward()
+        optimizer.step()
+
+    with StackSampler(fine=True, operators=False) as sampler:
+        until = time.perf_counter() + 0.5
+        while time.perf_counter() < until:
+            step()
+    names = [line.partition(" ")[2] for line, _ in sampler.own_lines(looks=5)]
+    assert names[0] == "mixes"
+    assert "forward" not in names
+    assert not sampler.own_lines(looks=10**6)
+    with StackSampler() as usual:
+        step()
+    assert not usual.own_lines(looks=0)
+
+
 def test_the_optimizer_is_seen() -> None:
     many = [nn.Parameter(torch.zeros(4)) for _ in range(300)]
     for weight in many:

@@ -184,7 +184,11 @@ class Diagnosis(JsonDataclass):
         if loading.stream in ("repeated", "unknown") or any(remedy.name.startswith("num_workers=") for remedy in self.remedies):
             return ""
         busy = f"; other processes take {noise.foreign:.1f} of {noise.cores:.0f} cores" if noise and is_crowded(self.evidence) else ""
-        return f"; more workers: not expected to help ({TERMS[feeding.binds(loading.num_workers + 1)]}{busy}), see loader_curve"
+        term = feeding.binds(loading.num_workers + 1)
+        made = loading.cpu if loading.cpu is not None else loading.worker_cpu
+        small = term == "compute" and made is not None
+        why = f"they take over only the {units.seconds(made)} of CPU of making a batch" if small else TERMS[term]
+        return f"; more workers: not expected to help ({why}{busy}), see loader_curve"
 
     def remedy(self, which: Choice = None) -> Remedy:
         """One of the remedies: the first that can be proved (None), by its number in the table (from 1), by its name, or itself.

@@ -159,6 +159,8 @@ class Inside:
     """In Python's cyclic garbage collector."""
     lines: tuple[tuple[str, float], ...] = ()
     """Where Python was, outside torch: "train.py:41 function" and its share of the step, largest first."""
+    own: tuple[tuple[str, float], ...] = ()
+    """On a CPU: lines of the step's own code, outside of modules, losses, backward and optimizer, torch's operators included, as `lines`."""
 
 
 SMALL_OP = 20e-6

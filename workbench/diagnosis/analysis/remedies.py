@@ -28,7 +28,7 @@ from workbench.diagnosis.analysis.remedy import (
 )
 from workbench.diagnosis.analysis.script_remedies import from_outside, set_by
 from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.analysis.table_remedies import sparse_tables
+from workbench.diagnosis.analysis.training_remedies import less_own_code, sparse_tables
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
 from workbench.runs.spec import RunSpec, Spec
 
@@ -474,6 +474,7 @@ SOURCES: dict[Callable[[Case], Iterator[Remedy | None]], str] = {
     _optimizer: "optimizer-bound",
     sparse_tables: "optimizer-bound",
     _host: "host-bound",
+    less_own_code: "host-bound",
     _padding: "compute-bound",
     _transfer: "transfer-bound",
     _stalls: "stalled",

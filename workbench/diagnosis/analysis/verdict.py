@@ -322,8 +322,16 @@ def judge(evidence: Evidence) -> Judgement:
         computes = causes.compute_cause(evidence, costs)
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
         notes += [f"{candidate.verdict} is close: {_percents(candidate.saved)} could be saved" for candidate in doubtful]
-    notes += filter(None, [costs.doubt])
+    notes += filter(None, [costs.doubt, _own_code(evidence, costs) if verdict != "host-bound" else ""])
     return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
+
+
+def _own_code(e: Evidence, c: Costs) -> str:
+    """A note on what the step's own code takes, outside of the model, backward and optimizer; "" = little, or not known."""
+    own = None if e.observed else causes.own_code(e, c)
+    if own is None:
+        return ""
+    return f"{units.percent(own.share)} of the step is spent in {own.function}, outside of model and optimizer, most of it in {own.line}"
 
 
 def _contradiction(e: Evidence, c: Costs) -> str:

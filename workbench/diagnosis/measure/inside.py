@@ -301,6 +301,8 @@ def _around(ops: Spans, nodes: Spans, short: float) -> Spans:
     return gaps[(lengths > 0) & (lengths < short * 1e9) & inside(gaps[:, 0], nodes)]
 
 
+MAX_OWN_LINES = 50
+"""Lines of the step's own code that are kept: those of a function are added up."""
 WINDOW = "workbench: look inside"
 """The mark in the trace around the steps that count."""
 MAX_EVENTS = 60_000
@@ -359,7 +361,8 @@ def look(
         spinning = min(1.0, polled / waited) if waited * plain >= MIN_WAIT else float(polls)
         clocks["blocked"] = waiting.asleep(clocks["blocked"], usual, spinning)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
-    return replace(seen, slowdown=slowdown, lines=sampler.lines(), **clocks), why
+    own = () if synchronize else sampler.own_lines()  # beside a device, lines wait for what others have launched
+    return replace(seen, slowdown=slowdown, lines=sampler.lines(), own=own[:MAX_OWN_LINES], **clocks), why
 
 
 MIN_WAIT = 1e-3

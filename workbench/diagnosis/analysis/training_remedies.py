@@ -1,10 +1,11 @@
-"""Derives the remedy for large embedding tables of which a step uses few rows: sparse gradients, so that only these rows are updated."""
+"""Derives remedies of training that no experiment tries: sparse gradients of large embedding tables, and less work in the step's own code."""
 
 import math
 from collections.abc import Iterator
 
 from workbench.core import units
-from workbench.diagnosis.analysis.remedy import MIN_BATCH_SPEEDUP, Case, Remedy
+from workbench.diagnosis.analysis.causes import own_code
+from workbench.diagnosis.analysis.remedy import MIN_BATCH_SPEEDUP, Case, Remedy, ceiling
 
 ROW_COST = {"fused": 50.0, "": 8.0}
 """Implementation of the optimizer → times that SparseAdam takes for a row of what that takes for each row of the table. Measured on one core
@@ -48,4 +49,18 @@ def sparse_tables(case: Case) -> Iterator[Remedy | None]:
         f"are in the tables, {share} of their rows have a gradient, and updating such a row takes {cost:g} times as long; what backward "
         "saves is not counted",
         costs=COSTS,
+    )
+
+
+def less_own_code(case: Case) -> Iterator[Remedy | None]:
+    """Less work in the step's own code, such as a loop over the samples of a batch."""
+    if case.evidence.observed or (own := own_code(case.evidence, case.costs)) is None:
+        return
+    yield ceiling(
+        case,
+        f"less work in {own.function}",
+        f"Make {own.function} cheaper, most of it in {own.line}: it takes {units.percent(own.share)} of the step, outside of model, "
+        "backward and optimizer. Work on whole batches instead of sample by sample, or move it into the dataset.",
+        own.share,
+        f"all of {own.function} is gone",
     )
