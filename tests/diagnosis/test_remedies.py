@@ -119,7 +119,9 @@ def test_the_steps_own_code_is_named_though_the_loader_is_to_blame() -> None:
     evidence = dataclasses.replace(world.evidence(), inside=dataclasses.replace(inside, own=lines))
     judgement, share = judge(evidence), 0.35 * world.cached / world.step
     assert judgement.verdict == "input-bound"
-    assert f"{units.percent(share)} of the step is spent in mixup, outside of model and optimizer, most of it in vit.py:27" in judgement.notes
+    assert (
+        f"{units.percent(share)} of the step is spent in mixup, outside of model and optimizer, most of it in vit.py:27" in judgement.notes
+    )
     found = remedies(evidence)["less work in mixup"]
     assert found.scope == "part"
     assert found.ceiling

@@ -234,7 +234,6 @@ class StackSampler:
                     lines[place.line] = lines.get(place.line, 0.0) + seconds / total
         return tuple(sorted(((line, share) for line, share in lines.items() if share >= least), key=lambda item: -item[1])[:most])
 
-
     def own_lines(self, *, looks: int = MIN_LOOKS) -> tuple[tuple[str, float], ...]:
         """The user's lines outside of modules, losses, backward and optimizers (see `own_line_of`), operators of torch included, with their
         share of the sampled time, largest first. Only of a sampler whose `lines` leave operators out.

@@ -160,7 +160,8 @@ class Inside:
     lines: tuple[tuple[str, float], ...] = ()
     """Where Python was, outside torch: "train.py:41 function" and its share of the step, largest first."""
     own: tuple[tuple[str, float], ...] = ()
-    """On a CPU: lines of the step's own code, outside of modules, losses, backward and optimizer, torch's operators included, as `lines`."""
+    """On a CPU: lines of the step's own code, outside of modules, losses, backward and optimizer, operators of torch included.
+    Otherwise like `lines`."""
 
 
 SMALL_OP = 20e-6

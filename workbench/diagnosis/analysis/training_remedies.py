@@ -1,4 +1,4 @@
-"""Derives remedies of training that no experiment tries: sparse gradients of large embedding tables, and less work in the step's own code."""
+"""Derives remedies of training that no experiment tries: sparse gradients of large embedding tables, less work in the step's own code."""
 
 import math
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from workbench.diagnosis.analysis.causes import own_code
 from workbench.diagnosis.analysis.remedy import MIN_BATCH_SPEEDUP, Case, Remedy, ceiling
 
 ROW_COST = {"fused": 50.0, "": 8.0}
-"""Implementation of the optimizer → times that SparseAdam takes for a row of what that takes for each row of the table. Measured on one core
-with 200,000 rows of 32 numbers, of which 0.1 to 20 % have a gradient: 4 to 8, and beside the fused Adam 24 to 47; not measured on GPUs. With
-half or twice as much, the gain is that of half or twice the rows; where few rows are used it hardly changes."""
+"""Implementation of the optimizer → how many times as long as it SparseAdam takes for a row. Measured on one core with 200,000 rows of 32
+numbers, of which 0.1 to 20 % have a gradient: 4 to 8 times, and beside the fused Adam 24 to 47 times; not measured on GPUs. With half or
+twice as much, the gain is that of half or twice the rows; where few rows are used it hardly changes."""
 SPARSE_ADAM = "update them with torch.optim.SparseAdam, and everything else with {} as now"
 AS_THEY_ARE = "{} takes them as they are"
 TAKERS = {"Adam": SPARSE_ADAM, "NAdam": SPARSE_ADAM, "SGD": AS_THEY_ARE, "Adagrad": AS_THEY_ARE}
@@ -40,8 +40,8 @@ def sparse_tables(case: Case) -> Iterator[Remedy | None]:
     share = units.percent(e.tables.touched)
     yield Remedy(
         name="sparse gradients",
-        what=f"Give the embedding {'table' if len(e.tables.names) == 1 else 'tables'} {names} sparse gradients, sparse=True in nn.Embedding "
-        f"or nn.EmbeddingBag: {takes.format(kind)}. A step uses {share} of the rows, and only these are then updated.",
+        what=f"Give the embedding table{'s' * (len(e.tables.names) > 1)} {names} sparse gradients, sparse=True in nn.Embedding or "
+        f"nn.EmbeddingBag: {takes.format(kind)}. A step uses {share} of the rows, and only these are then updated.",
         speedup=speedup,
         low=min(low, speedup),
         high=math.inf,
