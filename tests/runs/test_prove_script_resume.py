@@ -598,13 +598,31 @@ def test_the_first_item_that_differs_after_a_kill_is_named(tmp_path: Path, rows:
         (folder / run_directory.FINGERPRINTS).mkdir(parents=True)
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (folder / run_directory.FINGERPRINTS / "rank0-1.jsonl").write_text(text)
-    first = prove_script_resume._first_difference(folders[0], folders[1:])
+    first, equal = prove_script_resume._first_difference(folders[0], folders[1:])
     assert words in first
     assert bool(first) == bool(words)
     entries = (prove_script_resume.Entry(name="weight", difference="values differ"),)
     given: Any = {"entries": 3, "differing": entries, "repeatable": True, "kills": (1.0,), "asked": 1, "seconds": 1.0, **FOLDERS}
+    assert equal == 1 + next((at for at, row in enumerate(rows) if row not in STEPS), len(rows))  # with that of the second launch
     verdict = wb.ScriptResumeProof(first=first, **given).verdict
     assert verdict.startswith(f"Not exact: 1 of 3 entries of the result differs after 1 kill{first or '. No optimizer step shows what'}")
+
+
+def test_where_all_steps_after_a_kill_are_equal_none_of_what_they_use_is_blamed() -> None:
+    entries = tuple(
+        prove_script_resume.Entry(name=name, difference="3 and 0") for name in ("m.running_mean", "scaler.growth", "x.0", "y.0")
+    )
+    given: Any = {"repeatable": True, "kills": (1.0,), "asked": 1, "steps": 9, "last_steps": 4, "seconds": 1.0, "equal_steps": 4, **FOLDERS}
+    proof = wb.ScriptResumeProof(entries=30, differing=entries, **given)
+    assert proof.verdict.startswith(
+        "Not exact: 4 of 30 entries of the result differ after 1 kill: scaler.growth (3 and 0), m.running_mean (3 and 0), x.0 (3 and 0) …. "
+        "But the 4 steps after the resume that were compared are equal in the weights, the samples, the random numbers, "
+    )
+    assert "a gradient scaler, averaged weights (EMA), buffers" in proof.verdict
+    unread = wb.ScriptResumeProof(entries=1, differing=entries[:1], as_bytes=True, **given)
+    assert unread.verdict.startswith("Not compared: after 1 kill the bytes of the result differ, and it is no file of torch.save or")
+    assert "the 4 steps after the resume that were compared are equal in the weights" in unread.verdict
+    assert not unread.exact
 
 
 FORGETS = """
@@ -618,7 +636,7 @@ torch.manual_seed(0)
 data, order = torch.randn(64, 8), torch.Generator().manual_seed(7)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-schedule, last, done = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), f"{args.out}/last.pt", 0
+schedule, last, done = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), f"{args.out}/last.pt", 0
 if os.path.exists(last):
     state = torch.load(last)
     model.load_state_dict(state["model"])
@@ -650,7 +668,7 @@ for step in range(done + 1, 31):
 def test_what_a_script_does_not_load_is_named(script: str, lacks: str) -> None:
     Path("forgets.py").write_text(FORGETS)
     proof = prove("forgets.py", ["--out", "{out}", "--lacks", lacks], "last.pt")
-    assert f", first {prove_script_resume.ITEMS[lacks]}: in step " in proof.verdict
+    assert f", first {prove_script_resume.ITEMS[lacks]}: different in step " in proof.verdict
 
 
 def test_a_proof_is_short_and_shows_first_what_tells_most() -> None:

@@ -1,9 +1,18 @@
 """Results of scripts are compared entry by entry, and nothing in them is executed."""
 
+import argparse
+import datetime
+import inspect
+import sys
+import zipfile
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from workbench.train.saved_entries import differences, entries_of
 
@@ -47,9 +56,57 @@ def test_nothing_of_a_result_is_executed(tmp_path: Path) -> None:
 
     torch.save({"x": Hostile()}, tmp_path / "a.pt")
     (tmp_path / "b.bin").write_bytes(b"other")
-    assert list(entries_of(tmp_path / "a.pt")) == ["a.pt"]  # as bytes
+    assert entries_of(tmp_path / "a.pt")["x.1"] == str(tmp_path / "touched")
+    torch.save({"x": 1}, tmp_path / "c.pt")
+    with zipfile.ZipFile(tmp_path / "c.pt", "a") as file:  # as torch.jit.save writes it
+        file.writestr("c/constants.pkl", b"")
+    assert list(entries_of(tmp_path / "c.pt")) == ["c.pt"]  # as bytes: torch.load would load its code
     assert entries_of(tmp_path / "b.bin") == {"b.bin": b"other"}
     assert not (tmp_path / "touched").exists()
+
+
+class Pair(list[Any]):
+    """A list with an attribute."""
+
+    name = ""
+
+
+class Slots:
+    __slots__ = ("size",)
+
+
+def test_objects_of_all_classes_are_compared_entry_by_entry(tmp_path: Path) -> None:
+    """Their files may differ where their values do not: pickle writes a text once or twice, by its identity."""
+
+    def saved(name: str, text: str, lr: float = 0.1, noise: int = 0) -> dict[str, Any]:
+        pair, slots = Pair([1, {"b", text}]), Slots()
+        pair.name, slots.size = text, 3
+        pair.append(pair)
+        generator = np.random.Generator(np.random.PCG64(noise))
+        state: dict[str, Any] = {"args": argparse.Namespace(lr=lr, out=tmp_path / text), "rng": np.random.RandomState(noise).get_state()}
+        state |= {"pair": pair, "slots": slots, "counts": defaultdict(list, {"a": [np.float32(0.5)]}), "generator": generator}
+        state |= {"names": np.array([text]), "when": datetime.datetime(2026, 1, 1), "kind": inspect.Parameter.KEYWORD_ONLY}
+        torch.save(state | {"module": nn.Linear(2, 2).requires_grad_(False), "text": text}, tmp_path / name)
+        return entries_of(tmp_path / name)
+
+    torch.manual_seed(0)
+    one = saved("a.pt", "".join(["x", "y"]))
+    torch.manual_seed(0)
+    same = saved("b.pt", sys.intern("xy"))
+    assert {
+        "args.lr": 0.1,
+        "args.out": str(tmp_path / "xy"),
+        "slots.state.1.size": 3,
+        "names.0": "xy",
+        "counts.a.0": 0.5,
+    }.items() <= one.items()
+    assert not list(differences(one, same))
+    torch.manual_seed(1)
+    changed = dict(differences(one, saved("c.pt", "xy", lr=0.2, noise=1)))
+    assert changed["args.lr"] == "0.1 and 0.2"
+    assert changed["rng.1"].startswith("by ")
+    assert changed["module._parameters.weight"].startswith("by ")
+    assert {name.partition(".")[0] for name in changed} == {"args", "rng", "generator", "module"}
 
 
 def test_what_is_equal_only_almost_differs() -> None:

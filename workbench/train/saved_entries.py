@@ -1,20 +1,28 @@
 """Reads what a script has saved as entries, tensors and numbers by their keys, and compares two results bit for bit."""
 
 import contextlib
+import os
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._weights_only_unpickler import _get_allowed_globals  # underscored, and the same since torch 2.6
 
+from workbench.train.checkpoint_file import plain
 from workbench.train.fingerprints import digest
 
 
 def entries_of(path: Path) -> dict[str, Any]:
     """The tensors, numbers and texts of a file of `torch.save` or safetensors, by their keys; another file is one entry, its bytes.
 
-    Without the package safetensors its files are bytes, too.
+    NumPy's arrays are tensors. Objects of other classes are not made, and nothing of them is executed: their entries are what their
+    pickle gives them. Without the package safetensors its files are bytes, too.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -24,12 +32,17 @@ def entries_of(path: Path) -> dict[str, Any]:
             return _tensors_of(path)
     if path.read_bytes()[:4] != b"PK\3\4":
         return {path.name: path.read_bytes()}
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # other objects are not unpickled: it may be anybody's
-        return {path.name: path.read_bytes()}
     entries: dict[str, Any] = {}
-    for name, part in _flat(value, ""):
+    try:
+        with zipfile.ZipFile(path) as file:
+            scripted = any(name.endswith("/constants.pkl") for name in file.namelist())  # torch.load would give it to torch.jit
+        if scripted:
+            return {path.name: path.read_bytes()}
+        unpickler: Any = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+        parts = list(_flat(torch.load(path, map_location="cpu", pickle_module=unpickler, weights_only=False), ""))
+    except Exception:  # damaged, or no file of torch.save
+        return {path.name: path.read_bytes()}
+    for name, part in parts:
         while name in entries:  # {"a.b": …, "a": {"b": …}}
             name += "'"
         entries[name] = part
@@ -48,17 +61,78 @@ def _tensors_of(path: Path) -> dict[str, Any]:
         return {path.name: path.read_bytes()}
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+class _Object:
+    """Stands for an object of a class that is not loaded, with what its pickle gives it."""
+
+    def __new__(cls, *given: Any, **named: Any) -> "_Object":
+        made = object.__new__(cls)
+        made.content = {**dict(enumerate(given)), **named}
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.content: dict[Any, Any]
+
+    def __setstate__(self, state: Any) -> None:
+        self.content |= state if isinstance(state, dict) else {"state": state}
+
+    def __call__(self, *given: Any) -> "_Object":
+        return _Object(self, *given)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.content[key] = value
+
+    def append(self, value: Any) -> None:
+        self.content[len(self.content)] = value
+
+    def extend(self, values: Any) -> None:
+        for value in values:
+            self.append(value)
+
+
+_NUMPY: Mapping[str, Any] = {
+    "_reconstruct": np.zeros(0).__reduce__()[0],
+    "scalar": np.float64(0).__reduce__()[0],
+    "ndarray": np.ndarray,
+    "dtype": np.dtype,
+}
+"""What NumPy's pickles name."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what torch's loading with `weights_only` knows, NumPy's arrays and paths; for all else it takes stand-ins."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("__builtin__", "builtins")
+        if known := _get_allowed_globals().get(f"{module}.{name}"):
+            return known
+        if module.partition(".")[0] == "numpy" and name in _NUMPY:
+            return _NUMPY[name]
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return lambda *parts: os.path.join("", *parts)
+        return type(name, (_Object,), {"__module__": module})
+
+
+def _flat(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    value = plain(value)
+    if isinstance(value, np.ndarray):
+        try:
+            value = torch.from_numpy(np.array(value))
+        except (TypeError, ValueError):  # of texts, objects or numbers that torch does not have
+            value = value.tolist()
     inside: Any = None
-    if isinstance(value, Mapping):
+    if isinstance(value, _Object):
+        inside = value.content.items()
+    elif isinstance(value, Mapping):
         inside = value.items()
     elif isinstance(value, list | tuple):
         inside = enumerate(value)
-    if not inside or not len(value):
-        yield name, value
+    elif isinstance(value, set | frozenset):
+        inside = enumerate(sorted(value, key=repr))
+    if not inside or not (value.content if isinstance(value, _Object) else value) or id(value) in above:
+        yield name, f"a {type(value).__qualname__}" if isinstance(value, _Object) else value
         return
     for key, part in inside:
-        yield from _flat(part, f"{name}.{key}" if name else str(key))
+        yield from _flat(part, f"{name}.{key}" if name else str(key), (*above, id(value)))
 
 
 def differences(expected: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -90,6 +90,10 @@ class ScriptResumeProof(Briefed, display.Shown):
     """The error of the launch after the last kill, which failed by itself; "" = it ran to its end. Then nothing was compared."""
     first: str = ""
     """What differs in the first optimizer step after a kill that differs, with what is equal there; "" = none differs, or none was seen."""
+    equal_steps: int = 0
+    """Optimizer steps after a kill that are the undisturbed script's in all that is recorded of them, before the first that differs."""
+    as_bytes: bool = False
+    """Could no entries be read, so that the result was compared as one text of bytes?"""
     seconds: float
     """How long the undisturbed script took."""
     undisturbed: str
@@ -182,6 +186,18 @@ class ScriptResumeProof(Briefed, display.Shown):
                 "it is written at the end, the script does not restore its counts"
             )
         lacks = self.first or f". No optimizer step shows what its checkpoint lacks: it may be {', '.join(_SHORT[item] for item in _SAVED)}"
+        if self.equal_steps and not self.first:
+            seen = f"the {self.equal_steps:,} steps after the resume that were compared are equal in {', '.join(_SHORT.values())}"
+            if self.as_bytes:
+                return (
+                    f"Not compared: {after} the bytes of the result differ, and it is no file of torch.save or safetensors, whose entries "
+                    f"can be read; {seen}. Let the script write what is to be compared with torch.save"
+                )
+            names = ", ".join(f"{entry.name} ({entry.difference})" for entry in sorted(self.differing, key=_telling)[:3])
+            lacks = (
+                f": {names}{' …' * (len(self.differing) > 3)}. But {seen}, so its checkpoint lacks what they did not use, or only the "
+                "result has: a gradient scaler, averaged weights (EMA), buffers such as those of BatchNorm, a count"
+            )
         return (
             f"Not exact: {many} {after}{lacks}. Without a kill the script writes the same twice"
             + f". Or it went on from a part of a checkpoint: {torn}. {WHOLE}" * bool(torn)
@@ -338,9 +354,9 @@ def prove_script_resume(
     message = (last.error.message.strip() or "without a message") if last.error else "\n"
     failed = message.splitlines()[0].replace(str(folder / "interrupted"), OUT)[:300]
     differing = () if failed else _differing(expected, folder / "interrupted", result)
-    repeatable, first = True, ""
+    repeatable, first, equal = True, "", 0
     if differing:
-        first = _first_difference(undisturbed.path, attempts)
+        first, equal = _first_difference(undisturbed.path, attempts)
         to_the_end("again", "the undisturbed script once more")
         repeatable = not _differing(expected, folder / "again", result)
     return ScriptResumeProof(
@@ -356,6 +372,8 @@ def prove_script_resume(
         uncut=_never_cut(watched.uncut, writing),
         failed=failed,
         first=first,
+        equal_steps=equal,
+        as_bytes=isinstance(expected.get(Path(result).name), bytes),
         seconds=undisturbed.seconds,
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
@@ -447,8 +465,12 @@ def _entries_of(out: Path, result: str) -> Mapping[str, Any]:
     return {named(name): named(value) for name, value in late.load("entries_of")(out / result).items()}
 
 
-def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> str:
-    """Where a launch first took another step than the undisturbed script, from the same weights: see `ScriptResumeProof.first`."""
+def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> tuple[str, int]:
+    """Where a launch first took another step than the undisturbed script, from the same weights: see `ScriptResumeProof.first`.
+
+    Also the number of steps of resumed launches before that which are the same.
+    """
+    equal = 0
     expected, fresh, *resumed = ([*LineTail(path / FINGERPRINTS / "rank0-1.jsonl").read()] for path in (undisturbed, *attempts))
     places = {row["weights"]: number for number, row in reversed([*enumerate(expected)])}
     same = [item for item in ITEMS if not fresh or fresh[0].get(item) == expected[0].get(item)]  # both began anew: a seed may lack
@@ -463,9 +485,11 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> str:
                 how = " (as at the start)" * (parted[0] in anew)
                 later = ", ".join(_SHORT[item] for item in parted[1:])
                 more = f"; different there too, perhaps as a consequence: {later}" * bool(later)
-                equal = ", ".join(_SHORT[item] for item in same if item not in parted) or "nothing"
-                return f", first {ITEMS[parted[0]]}: different in step {begin + passed + 1}, {when}{how}{more}. Equal there: {equal}"
-    return ""
+                others = ", ".join(_SHORT[item] for item in same if item not in parted) or "nothing"
+                where = f"different in step {begin + passed + 1}, {when}{how}{more}. Equal there: {others}"
+                return f", first {ITEMS[parted[0]]}: {where}", equal
+            equal += 1
+    return "", equal
 
 
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
