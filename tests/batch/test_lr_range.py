@@ -16,6 +16,7 @@ from workbench import plot
 from workbench.batch.analysis.lr_race import (
     CANDIDATE_SPACING,
     INTERPOLATED,
+    MAX_APART,
     OutOfBatches,
     conclude,
     first_candidates,
@@ -162,6 +163,20 @@ def test_without_a_race_nothing_is_verified() -> None:
     assert found.lr == next(one.lr for one in found.suggestions if one.rule == "minimum/10")
     assert "no race has verified it" in found.why
     assert repr(found).endswith("not verified)")
+    known = [one for one in found.suggestions if one.lr is not None]
+    assert (found.low, found.high) == (min(one.low or 0 for one in known), max(one.high or 0 for one in known))
+    assert "the range is that of all" in found.why
+
+
+def test_one_sweep_whose_rules_lie_far_apart_determines_nothing() -> None:
+    """It said "0.0523 (0.0523 … 0.0523)" though the rules went from 0.00119 to 0.142; 0.002 did better."""
+    far = next(found for seed in range(99) if (found := conclude([curve(seed, noise=0.3, count=30)])).lr is None and found.low)
+    assert far.why.startswith("not found in this time: after one sweep the rules suggest ")
+    assert (far.low or 0) * MAX_APART < (far.high or 0)
+    assert far.changes() == {}
+    assert far.summary.startswith("no learning rate: not found in this time")
+    near = next(found for seed in range(99) if (found := conclude([curve(seed, noise=0.001, count=100)])).lr)
+    assert (near.low or 0) < (near.high or 0)
 
 
 @given(st.floats(1e-4, 10))

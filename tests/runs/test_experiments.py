@@ -8,7 +8,7 @@ import pytest
 
 from workbench.core import run_directory
 from workbench.programs.experiment import progress_writer
-from workbench.runs.launch.experiments import so_far
+from workbench.runs.launch.experiments import so_far, time_left
 from workbench.runs.spec import RunSpec
 
 
@@ -27,6 +27,15 @@ def test_it_shows_what_is_tried_and_what_is_known_so_far(tmp_path: Path, monkeyp
     assert words(run) == f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"  # type: ignore[arg-type]
     (tmp_path / run_directory.PROGRESS).write_text("half a")
     assert "starting" in words(run)  # type: ignore[arg-type]
+
+
+def test_the_time_left_is_never_more_than_that_of_the_budget() -> None:
+    """A search of 60 s said "37 min 44 s left"."""
+    run = SimpleNamespace(path=Path("find-lr"), metric_rows=[{"step": 19, "steps": 1880, "seconds": 23.0}])
+    assert time_left("{done} of about {steps} steps", 60.0)(run) == "find-lr: step 19, 23.0 s of 1 min 00 s"  # type: ignore[arg-type]
+    run.metric_rows = [{"step": 100, "steps": 200, "seconds": 20.0}]
+    for budget in (60.0, None):
+        assert time_left("{done} of about {steps} steps", budget)(run) == "find-lr: 100 of about 200 steps · 20.0 s left"  # type: ignore[arg-type]
 
 
 def test_progress_that_cannot_be_written_or_read_ends_nothing(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def lr_range(result: LrFound, ax: Axes | None = None) -> Axes:
     _rules(ax, result)
     if result.lr is not None:
         if result.low and result.high:
-            ax.axvspan(result.low, result.high, color=ink(ax), alpha=0.12, linewidth=0, label="about as good")
+            what = "about as good" if result.verified else "range of the rules"
+            ax.axvspan(result.low, result.high, color=ink(ax), alpha=0.12, linewidth=0, label=what)
         ax.axvline(result.lr, color=ink(ax), linestyle=":", linewidth=1.6, label=f"chosen: {lr_text(result.lr)}")
     ax.set_xlabel("learning rate")
     ax.set_ylabel("training loss", loc="bottom")

@@ -170,9 +170,7 @@ def conclude(
     if not fell and (why := never_falls(sweeps, ran)):
         return replace(result, why=why)
     if best is None:
-        rule = next(rule for rule in rules if rule.rule == "minimum/10")
-        why = "a tenth of the learning rate at the lowest loss, median over the seeds; no race has verified it"
-        return replace(result, lr=rule.lr, low=rule.low, high=rule.high, why=why)
+        return _unverified(result)
     if not fell:
         why = (
             f"over {race_steps} steps none of {len(ran)} candidates from {lr_text(ran[0].lr)} to {lr_text(ran[-1].lr)} brought the loss "
@@ -184,6 +182,30 @@ def conclude(
     how = "it is between the best candidates, and did as well" if best.name == INTERPOLATED else "it had the lowest loss"
     why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} in {several(rounds, 'round')}"
     return replace(result, lr=best.lr, low=min(near), high=max(near), verified=True, why=why)
+
+
+MAX_APART = 30.0
+"""Largest over smallest suggestion of the rules, from which on a single sweep without a race determines no learning rate. Chosen: one
+sweep of 100 steps of a made curve with next to no noise gives 10 to 300, and one of 30 steps, or with noise, 15 to 1,900. With half, hardly
+a single sweep has an answer; with twice, some have one that noise decides."""
+
+
+def _unverified(result: LrFound) -> LrFound:
+    """The result without a race: what a rule suggests, with the range of all rules; none where a single sweep leaves them far apart."""
+    known = [rule for rule in result.suggestions if rule.low is not None and rule.high is not None]
+    low, high = min(rule.low or 0.0 for rule in known), max(rule.high or 0.0 for rule in known)
+    rule = next(rule for rule in result.suggestions if rule.rule == "minimum/10")
+    if len(result.sweeps) == 1 and high > MAX_APART * low:
+        why = (
+            f"not found in this time: after one sweep the rules suggest {lr_text(low)} to {lr_text(high)}, and no race has compared them. "
+            "Try a larger budget_s="
+        )
+        return replace(result, low=low, high=high, why=why)
+    why = (
+        "a tenth of the learning rate at the lowest loss, median over the seeds; no race has verified it, and the range is that of all "
+        f"{len(known)} rules"
+    )
+    return replace(result, lr=rule.lr, low=low, high=high, why=why)
 
 
 def _standard_error(sweeps: Sequence[LrSweep], race_steps: int) -> float:

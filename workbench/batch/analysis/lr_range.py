@@ -304,7 +304,7 @@ class LrFound(JsonDataclass):
     lr: float | None
     """The learning rate to use; None = the losses do not determine it, and `why` says why."""
     low: float | None = None
-    """Smallest candidate that did about as well (see AS_GOOD); without a race the rule's smallest suggestion."""
+    """Smallest candidate that did about as well (see AS_GOOD); without a race the smallest suggestion of all rules."""
     high: float | None = None
     """Largest."""
     verified: bool = False

@@ -126,7 +126,7 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
     check(spec)
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
-    progress = time_left("{done} of about {steps} steps")
+    progress = time_left("{done} of about {steps} steps", options["measuring_s"])
     return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=entrypoints.LR_RANGE, show=progress, finish=True)
 
 
@@ -251,14 +251,20 @@ def so_far(name: str, budget_s: float | None) -> Callable[[Run], str]:
     return words
 
 
-def time_left(words: str) -> Callable[[Run], str]:
-    """A function that gives the progress of a run and its time left, by the last row of its metrics (step, steps, seconds)."""
+def time_left(words: str, budget_s: float | None = None) -> Callable[[Run], str]:
+    """A function that gives the progress of a run and its time left, by the last row of its metrics (step, steps, seconds).
 
-    def left(run: Run) -> str:
+    With `budget_s`, it is never more than what is left of these seconds, and where all steps would take longer it says so.
+    """
+
+    def progress(run: Run) -> str:
         rows = run.metric_rows
         if not rows:
             return f"{run.path.name}: starting"
         done, steps, seconds = (rows[-1][name] for name in ("step", "steps", "seconds"))
-        return f"{run.path.name}: {words.format(done=done, steps=steps)} · {units.seconds(seconds * max(0, steps - done) / done)} left"
+        left = seconds * max(0, steps - done) / done
+        if budget_s is not None and seconds + left > budget_s:
+            return f"{run.path.name}: step {done}, {units.seconds(seconds)} of {units.seconds(budget_s)}"
+        return f"{run.path.name}: {words.format(done=done, steps=steps)} · {units.seconds(left)} left"
 
-    return left
+    return progress
