@@ -1,5 +1,6 @@
 """The first divergence: planted ones are placed at their operator or module, and healthy pairs are never called a bug."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -477,7 +478,33 @@ def test_eager_and_compiled() -> None:
     assert (found.verdict, found.by, found.first and found.first.phase) == ("bug", "modules", "forward")
 
 
+def test_what_has_another_shape_is_listed() -> None:
+    found = wb.diverge(nn.Linear(8, 4), nn.Linear(8, 5), batch=X)
+    assert found.notes[0] == "not compared, since their shapes differ: weight, (4, 8) and (5, 8); bias, (4,) and (5,)"
+
+
+def test_a_model_that_does_not_repeat_itself_is_told() -> None:
+    class Counts(nn.Linear):
+        """Depends on how often any of them was called."""
+
+        called = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counts.called += 1
+            return super().forward(x) * Counts.called
+
+    torch.manual_seed(0)
+    one = Counts(8, 8)
+    found = wb.diverge(one, copy.deepcopy(one), batch=X)
+    assert (found.verdict, len(found.notes)) == ("bug", 1)
+    assert found.notes[0].startswith("Counts differs from itself when it is repeated")
+    assert not wb.diverge(net(), net(BUGS["eps of a norm"][0]), batch=X).notes
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a module of torch\.jit cannot be recorded"):
+        wb.diverge(net(), torch.jit.script(nn.Linear(8, 8)), batch=X)
     with pytest.raises(ValueError, match="a module needs a batch"):
         wb.diverge(net(), net())
     with pytest.raises(ValueError, match="two specs or tasks"):

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -465,6 +466,12 @@ def test_a_script_gets_no_all_clear_for_what_was_not_looked_for(by_hand: Make) -
     assert faults[0].message == "rank 1: ValueError: bad sample, at /x/train.py:75 in main"
     assert faults[0].hint == run.error.hint  # type: ignore[union-attr]
     assert "fault:" not in run_text(run), "it has the error itself"
+
+
+@pytest.mark.parametrize(("share", "said"), [({}, True), ({"tensor_parallel": 2}, False)])
+def test_whose_losses_were_looked_at_is_said_where_nothing_is_wrong(by_hand: Make, share: dict[str, Any], said: bool) -> None:
+    found = health(by_hand(spec=RunSpec(task="text-gpt", nproc_per_node=2, **share).to_json()).losses(20).ended("finished").path)
+    assert ("a jump on another rank alone was not looked for" in str(found)) == said
 
 
 def test_a_report_tells_an_alarm_once(by_hand: Make) -> None:

@@ -250,7 +250,8 @@ def replay(run: Run | str | os.PathLike[str], step: int | None = None, *, budget
         if step is None and last < spec.steps and run.error and run.error.kind == "exception":
             step = last + 1
         if step is None:
-            raise ValueError(f"replay({run!r}): no loss stands out among its {len(losses)} steps: name one, replay(run, step)")
+            own = " of rank 0's samples" * (spec.data_ranks > 1)
+            raise ValueError(f"replay({run!r}): no loss{own} stands out among its {len(losses)} steps: name one, replay(run, step)")
     whole_number("step", step, least=1, error=ValueError)
     if step > spec.steps or (losses and step > max(losses) + 1):
         raise ValueError(f"replay({run!r}, step={step}): it has taken {max(losses, default=0)} steps, counted from 1")

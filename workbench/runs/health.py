@@ -46,6 +46,8 @@ NO_LOSS = (
     'if it was launched with watch="always"'
 )
 """Of a script's run."""
+OWN = "the losses are those of rank 0's own samples: a jump on another rank alone was not looked for; a NaN was, on all ranks"
+"""Of a run whose ranks have different samples, where nothing is wrong."""
 MANY = (
     f"with more than {MANY_RANKS} ranks the files of single ranks are not read: slow ranks, alarms, and a loss that is NaN on another rank "
     "than 0 were not looked for"
@@ -127,7 +129,8 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     faults.sort(key=lambda fault: (fault.kind == "slow rank", -1 if fault.step is None else fault.step))
     no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
     unsaved = [note for note in run.notes if "could not be" in note and "checkpoint" in note][-1:]
-    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss, MANY * many, *unsaved]))
+    own = OWN if losses and not faults and isinstance(run.spec, RunSpec) and run.spec.data_ranks > 1 and not many else ""
+    notes = tuple(filter(None, [not_seen_to_fall(losses), *with_rate, no_loss, own, MANY * many, *unsaved]))
     return Health(faults=tuple(faults), losses=len(losses), ranks=len(timelines), notes=notes)
 
 

@@ -81,6 +81,8 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
 def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = lambda: False) -> list[Entry]:
     """What a model computes of a batch, its gradients and, with an optimizer, its update; no further step from when there is `enough`."""
     model, batch = pair.model, pair.batch
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("diverge: a module of torch.jit cannot be recorded, as it takes no hooks: give the module that it was made of")
     keep = SavedState(discover(model))
     dtypes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     seed_all(seed)
@@ -229,7 +231,7 @@ def compare(
     points, by = _points(first, second)
     largest = max((point.difference for point in points), default=0.0)
     seen = next((point for point in points if point.difference > 0), None)
-    notes = tuple(note.format(taken, steps) for note in cut)
+    notes = tuple(note.format(taken, steps) for note in cut) + _other_shapes(first, second)
     result = Divergence(
         a=names[0], b=names[1], verdict="identical", first=seen, exact=0.0, largest=largest, compared=len(points), by=by, notes=notes
     )
@@ -274,6 +276,14 @@ def compare(
         drawn = _both_draw(mine, its) if recorded else _drawn_before(exact_first, wrong) or _drawn_before(exact_second, wrong)
         verdict = "random" if verdict == "bug" and drawn and wrong.phase == "forward" and not modes else verdict
         wrong = dataclasses.replace(wrong, operator=_other_operator(mine, its) if recorded else "")
+    if verdict == "bug" and left() > 0:
+        say(f"{names[0]} in fp64, once more", f"they differ in step {wrong.step}, {wrong.phase}")
+        with contextlib.suppress(OutOfTime, KeyboardInterrupt):
+            again, _ = _points(exact_first, run(0, True, taken, lambda: False))
+            if any(point.difference > EXACT for point in again):
+                notes += (
+                    f"{names[0]} differs from itself when it is repeated: it depends on something that is not restored, such as the time",
+                )
     return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact), notes=notes)
 
 
@@ -288,6 +298,17 @@ def _largest_at_each_place(points: Sequence[Point]) -> dict[tuple[int, str, str,
         if math.isfinite(point.difference):
             largest[_place(point)] = max(point.difference, largest.get(_place(point), 0.0))
     return largest
+
+
+def _other_shapes(first: Sequence[Entry], second: Sequence[Entry]) -> tuple[str, ...]:
+    """A note about parameters and buffers that have the same name in two recordings, but not the same shape."""
+    shapes = [
+        {entry.module: entry.sketches[0].shape for entry in entries if (entry.step, entry.phase) == (0, "start") and entry.sketches}
+        for entries in (first, second)
+    ]
+    names = [name for name, shape in shapes[0].items() if shapes[1].get(name, shape) != shape]
+    listed = "; ".join(f"{name}, {shapes[0][name]} and {shapes[1][name]}" for name in names[:3]) + "; …" * (len(names) > 3)
+    return (f"not compared, since their shapes differ: {listed}",) if names else ()
 
 
 def _other_modes(first: Sequence[Entry], second: Sequence[Entry], step: int) -> tuple[str, ...]:
