@@ -101,6 +101,13 @@ def phases(count: int, chance: np.random.Generator) -> NDArray[np.float64]:
     return np.stack([noisy(count, chance, level=level) for level in levels], axis=1)
 
 
+def of_two_lengths(count: int, chance: np.random.Generator, part: float, longer: float) -> NDArray[np.float64]:
+    """The same; of a part, drawn at random, the forward is longer by so much of the step, as batches of two resolutions have it."""
+    seconds = phases(count, chance)
+    seconds[:, PHASES.index("forward")] += np.where(chance.random(count) < part, 0.1 * longer, 0.0)
+    return seconds
+
+
 def alarms_of(seconds: NDArray[np.float64]) -> list[Told]:
     """What an alarm tells of a whole training."""
     rows, follower = [(*row, 32) for row in (1e9 * seconds).astype(int).tolist()], StepAlarm()
@@ -182,6 +189,9 @@ def main() -> None:
     false_alarms = len(alarms_of(phases(given.steps, np.random.default_rng(4))))
     print(f"whole alarms: {near} of {planted} slowdowns in one phase are told, {right} by that phase, {other} other slowdowns;", end=" ")
     print(f"{false_alarms} alarms in {given.steps:,} healthy steps")
+    for part, longer in itertools.product((0.25, 0.33, 0.4), (0.1, 0.3)):
+        false_alarms = len(alarms_of(of_two_lengths(given.steps, np.random.default_rng(5), part, longer)))
+        print(f"{100 * part:.0f} % of steps longer by {100 * longer:.0f} %: {false_alarms} alarms in {given.steps:,} steps")
     costs = ", ".join(f"{look}: {1e6 * statistics.median(cost_of_alarm(6000, look) for _ in range(9)):.1f} µs" for look in (3, 30, 200))
     print(f"CPU a step of an alarm's nine series and the loss, by the steps from look to look: {costs}")
     assert statistics.fmean(len(row) for row in rows) == len(columns)

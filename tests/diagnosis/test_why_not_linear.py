@@ -401,6 +401,34 @@ def test_the_launches_of_a_script_take_turns_again_while_no_part_is_beyond_doubt
     assert "what was launched once more is left out: the script took 3 steps (strangers)" in kept.evidence.notes[-1]
 
 
+def test_ranks_that_train_apart_are_refused_and_those_with_the_same_samples_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without DDP got an answer on its scaling, with costs per sample."""
+
+    def launch(*_: object, nproc_per_node: int, **options: Any) -> None:
+        run: Any = Launched("finished")
+        run.timelines = [timeline(rank, 0.01, 0.03) for rank in range(nproc_per_node)]
+        run.path = tmp_path
+        for announce in _on_run_started.get():
+            announce(run)
+
+    def reads(group: bool) -> None:
+        for rank in range(2):
+            rows = [{"rank": rank, "world_size": 2}, {"reads": {"first": "a", "group": group, "split": None, "data": "d"}}]
+            (tmp_path / f"rank{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr("workbench.diagnosis.why_not_linear.launch", launch)
+    (tmp_path / "train.py").touch()
+    reads(group=False)
+    with pytest.raises(
+        ValueError, match="there is no scaling to explain: the 2 ranks are in no process group, so each trains a model of its"
+    ):
+        why_not_linear(tmp_path / "train.py")
+    reads(group=True)
+    assert "all 2 ranks train on the same samples" in why_not_linear(tmp_path / "train.py").evidence.notes[0]
+
+
 def test_a_script_s_spec_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 

@@ -169,6 +169,27 @@ def test_memory_that_jumps_is_told() -> None:
     assert "more memory: 1.30 GiB, 954 MiB before" in told[0].words()
 
 
+def test_memory_that_is_read_once_a_look_did_not_jump_before_the_look_that_saw_it_lower() -> None:
+    """It was told hundreds of steps too early: all steps of a look had what was held at its end."""
+    chance, held = np.random.default_rng(3), [3e8]
+    follower, told = StepAlarm(memory=lambda: held[0]), list[Told]()
+    for look in range(5):
+        held[0] = 3e8 if look < 2 else 5.4e8  # at step 2,500 or so, in the third look
+        told += follower.see(rows(1000, chance))
+    (alarm,) = told
+    assert 2000 < alarm.step <= 3000
+    assert alarm.words().startswith(f"since step {alarm.step:,} at the latest more memory: ")
+
+
+def test_steps_are_counted_from_one_as_everywhere_else() -> None:
+    chance = np.random.default_rng(3)
+    told = play(rows(800, chance), rows(400, chance, forward=2.0))
+    assert [t.step for t in told] == [801]
+    follower = StepAlarm(losses=lambda count, every: [1.0] * 11 + [math.inf] * (count - 11))
+    (lost,) = follower.see(rows(40, chance), last=True)
+    assert (lost.step, lost.words()) == (12, "since step 12 the loss is NaN or infinite (1 before)")
+
+
 def test_memory_of_a_device_is_followed_beside_the_hosts() -> None:
     chance, held = np.random.default_rng(3), iter([8e9] * 150 + [1e10] * 150)
     follower = StepAlarm(memory=lambda: 1e9, device_memory=lambda: next(held))
@@ -322,12 +343,12 @@ def test_a_loss_that_is_not_finite_is_told_once_with_its_step() -> None:
     values[100] = math.inf  # a single one, as a GradScaler skips it
     values[260:] = [math.inf, math.nan, math.nan] * 246 + [math.inf, math.nan]
     told = follow(values)
-    assert [(t.phase, t.step, t.rank) for t in told] == [("not finite", 260, 2)]
+    assert [(t.phase, t.step, t.rank) for t in told] == [("not finite", 261, 2)]
     assert told[0].before == values[259]
-    assert told[0].words(ranks=4) == f"since step 260 the loss is NaN or infinite on rank 2 ({values[259]:.4g} before)"
+    assert told[0].words(ranks=4) == f"since step 261 the loss is NaN or infinite on rank 2 ({values[259]:.4g} before)"
     assert Told.of_row(told[0].to_row()) == told[0]
     below_0 = [-1.0] * 500 + [math.inf] * 100
-    assert [(t.phase, t.step) for t in follow(below_0)] == [("not finite", 500)]
+    assert [(t.phase, t.step) for t in follow(below_0)] == [("not finite", 501)]
     assert follow([1.0] * 599 + [math.inf]) == []
 
 

@@ -43,6 +43,16 @@ def test_what_comes_back_is_told_as_well_and_each_once() -> None:
     assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, (2000, 4000), strict=True)] == [True, True]
 
 
+@pytest.mark.parametrize("seed", [1, 7])
+def test_steps_of_two_lengths_at_random_are_no_change(seed: int) -> None:
+    """Such as batches of two resolutions: by chance several blocks in a row have a median of the longer ones."""
+    chance = np.random.default_rng(seed)
+    values = 0.1 * np.exp(chance.normal(0, 0.03, 40_000)) * np.where(chance.random(40_000) < 0.33, 1.3, 1)
+    assert ChangePoints(["step"]).add_blocks(0, values.reshape(-1, BLOCK, 1)) == []
+    values[20_000:] *= 1.3
+    assert [change.step for change in ChangePoints(["step"]).add_blocks(0, values.reshape(-1, BLOCK, 1))] == pytest.approx([20_000], abs=24)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_comes_and_goes_is_told_each_time(seed: int) -> None:
     values = noisy(2600, np.random.default_rng(seed))

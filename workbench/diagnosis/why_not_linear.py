@@ -30,6 +30,7 @@ from workbench.runs.rows import RunRows, said_by
 from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, ScriptSpec
 from workbench.runs.target import read_spec
+from workbench.timeline.reading import rank_notes
 from workbench.timeline.timeline import Timeline
 
 LARGE_ALONE = 4
@@ -100,7 +101,7 @@ def why_not_linear(
 
     Raises:
         ValueError: something else was given, the ranks cannot compute alone (FSDP, tensor_parallel, SyncBatchNorm), or a script has too few
-            steps.
+            steps, or ranks that are in no process group, so that each trains a model of its own.
         LaunchError, TaskError: it cannot run here. Nothing was started.
         RunError: a launch failed; its run directory stays.
     """
@@ -181,6 +182,11 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
             timelines, last = _launches(spec, line, runs_dir, load, notes, least=0.0 if answer else START_SECONDS + 2)
             launches.append(timelines)
             loads.append(load)
+            others = RunRows(last.path).other_rows
+            reads = {rank: row["reads"] for rank, some in others.items() for row in some if isinstance(row.get("reads"), dict)}
+            alike = rank_notes(reads, spec.nproc_per_node)
+            if alike and not any(read.get("group") for read in reads.values()):
+                raise ValueError(f"there is no scaling to explain: {alike[0]}")
             evidence = script_evidence(*launches, notes=notes, seconds=line.seconds - began, threads=spec.threads, loads=loads)
         except (KeyboardInterrupt, ValueError, RunError) as error:
             if answer is None:
@@ -188,11 +194,11 @@ def _script(spec: ScriptSpec, same: str, line: Waiting, runs_dir: str | os.PathL
             stopped = isinstance(error, KeyboardInterrupt)
             note = f"{INTERRUPTED}: this is the result so far" if stopped else f"what was launched once more is left out: {error}"
             return replace(answer, evidence=replace(answer.evidence, notes=(*answer.evidence.notes, note)))
-        rows = RunRows(last.path).other_rows.get(0, ())
+        rows = others.get(0, ())
         size = next((row["gradients"] for row in rows if isinstance(row.get("gradients"), int)), 0)
         places: dict[str, str] = next((row["places"] for row in rows if isinstance(row.get("places"), dict)), {})
         reduced, measured = _reduced(size, spec.nproc_per_node, timelines["all"][0].clock) if size else (None, True)
-        said = evidence.notes if measured else (ASSUMED, *evidence.notes)
+        said = (*alike, *([] if measured else [ASSUMED]), *evidence.notes)
         evidence = replace(evidence, notes=said, gradients=reduced, places=places, num_workers=int(places.get("workers", 0)))
         answer = WhyNotLinear(evidence=evidence, spec=spec.replace(watch=True), same=same, subject=runs_dir)
         if notes or not answer.in_doubt or min(AGAIN * (line.seconds - begun), 3 * (START_SECONDS + 4)) > line.left:
@@ -301,9 +307,9 @@ def script_evidence(
         fewest = min((timeline.count for timeline in some), default=0)
         if fewest < LEAST_STEPS:
             raise ValueError(
-                f"the script took {fewest} steps ({arm}) that could be timed, and {LEAST_STEPS} are needed: give it more steps or a larger "
-                "budget_s, and check that its loop reads a DataLoader; if it resumes from a checkpoint of an earlier launch, give its "
-                'folder as {out}: args=["--out", "{out}"]'
+                f"the script took {fewest} steps ({arm}) that could be timed in its third of the budget, and {LEAST_STEPS} are needed: "
+                "give it more steps or a larger budget_s, and check that its loop reads a DataLoader; if it resumes from a checkpoint of "
+                'an earlier launch, give its folder as {out}: args=["--out", "{out}"]'
             )
     timelines = launches[-1]
     together, size = timelines["all"], len(timelines["all"])

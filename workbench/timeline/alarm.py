@@ -82,6 +82,8 @@ class StepAlarm:
         """
         self.rank, self._losses, self._done = rank, losses, done
         self._memory = (memory or (lambda: math.nan), *([device_memory] if device_memory else []))
+        self._held: list[float] = []
+        """What was held at the last look."""
         series = (*SERIES, *([DEVICE_MEMORY] if device_memory else []))
         self._points = ChangePoints(series, worth=dict.fromkeys(PHASES, WORTH))
         self._loss_points = ChangePoints(("loss",), upward=True)
@@ -119,7 +121,9 @@ class StepAlarm:
             return told
         rows = self._rows[:count]
         del self._rows[:count]
-        blocks = blocks_of(rows, [held() for held in self._memory])
+        held = [held() for held in self._memory]
+        blocks = blocks_of(rows, self._held or held)  # of the memory of these steps, nothing is known but what they end with
+        blocks[-1:, :, -len(held) :] = self._held = held
         told += self._higher_losses(waits=waits)
         for change in self._points.add_blocks(self._step, blocks, waits=waits):
             told += self._explained(change.told - BLOCK)
@@ -150,7 +154,7 @@ class StepAlarm:
         if self._lost_told or self._lost is None or not (again or last):
             return []
         self._lost_told = True
-        return [Told(rank=self.rank, step=self._lost, phase=NOT_FINITE, before=self._finite, after=self._finite, share=0.0)]
+        return [Told(rank=self.rank, step=self._lost + 1, phase=NOT_FINITE, before=self._finite, after=self._finite, share=0.0)]
 
     def _higher_losses(self, *, waits: bool) -> list[Told]:
         """The alarms of the losses: of so many steps, of the first whose loss is known."""
@@ -205,7 +209,7 @@ class StepAlarm:
         return grown[max(grown)] if grown else step
 
     def _as_told(self, change: Change, share: float) -> Told:
-        return Told(rank=self.rank, step=change.step, phase=change.series, before=change.before, after=change.after, share=share)
+        return Told(rank=self.rank, step=change.step + 1, phase=change.series, before=change.before, after=change.after, share=share)
 
 
 class Circumstances:

@@ -44,6 +44,9 @@ BEYOND = 1.3
 (`benchmarks/change_points.py`): with 1, a day of steps has false alarms; with 2, a slowdown of 10 % under such noise may be missed."""
 CONTRAST = 5.0
 """Standard errors of the two medians by which they must differ."""
+CHANCE = 1e-6
+"""Probability, by how often single blocks were beyond the middle of both levels before, that so many of the latest are by chance. Derived:
+a day has some 100,000 blocks. Where steps have two lengths, drawn at random, several blocks in a row are of the longer one now and then."""
 SAME = 12
 """Blocks before a change that do not count as what was before: the posterior may take it for younger than it is."""
 HISTORY = 300
@@ -386,7 +389,7 @@ class ChangePoints:
             return None
         settled = earlier[:-SAME] if len(earlier) >= WARM_UP + age + SAME else earlier
         largest = max(usual_change, _largest(settled, age, upward=upward))
-        if abs(change) < BEYOND * largest:
+        if abs(change) < BEYOND * largest or _by_chance(settled, later, (old + new) / 2, upward=change > 0) > CHANCE:
             return None
         while age < min(MOST_BLOCKS, len(row) - start) and abs(row[-age - 1] - new) < abs(row[-age - 1] - old):
             age += 1  # the posterior may take it for younger than it is
@@ -419,6 +422,16 @@ def _spread(values: Floats, middle: Floats | float, *, upward: "NDArray[np.bool_
     if not upward.any():
         return np.asarray(around)
     return np.where(upward, 1.4826 / math.sqrt(2) * _median(np.abs(np.diff(values))), around)
+
+
+def _by_chance(before: Floats, latest: Floats, middle: float, *, upward: bool) -> float:
+    """Probability that at least as many of the latest blocks are beyond the middle, if each is as often as one of those before.
+
+    Those before count together with half a one that was, and WARM_UP that were not.
+    """
+    beyond, count = [int(((values > middle) == upward).sum()) for values in (before, latest)], len(latest)
+    often = min(1.0, (beyond[0] + 0.5) / (len(before) + WARM_UP))
+    return math.fsum(math.comb(count, k) * often**k * (1 - often) ** (count - k) for k in range(beyond[1], count + 1))
 
 
 def _largest(values: Floats, width: int, *, upward: bool) -> float:
