@@ -290,6 +290,8 @@ def test_the_verdict_says_what_happened() -> None:
     assert not proof(Difference(step=2, rank=0, part="batch", kills=0)).exact
     assert "Not repeatable: two trainings with the same seed differ" in str(proof(Difference(step=2, rank=0, part="batch", kills=0)))
     assert "the initial weights are not repeatable" in str(proof(Difference(step=1, rank=0, part="weights", kills=0)))
+    assert "what was loaded is not what was saved" in str(proof(Difference(step=16, rank=0, part="weights", kills=2)))
+    assert "an optimizer with a state beside its state_dict" in str(proof(Difference(step=17, rank=0, part="weights", kills=2)))
     after = proof(Difference(step=16, rank=0, part="samples", kills=2))
     assert "Not exact: killed 2 times in 20 steps on 1 rank" in str(after)
     assert dataclasses.replace(after, checkpoint_every=2).table.title == f"{after.table.title}; a checkpoint every 2 steps"

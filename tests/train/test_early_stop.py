@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from tests import toy_tasks
-from tests.train.test_checkpoints import names, spec_of, train
+from tests.train.test_checkpoints import HandMadeRun, names, spec_of, train
 from workbench.core import run_directory
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.early_stop import BestFigure, EarlyStop
@@ -31,6 +31,9 @@ def test_it_ends_after_as_many_evaluations_as_it_has_patience(alone: Ranks, tmp_
     rows: list[dict[str, Any]] = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     assert rows[-1]["step"] == last
     assert [row["step"] for row in rows if "lr" in row] == [*range(1, last + 1)]
+    notes = [note for note in HandMadeRun(tmp_path).run.notes if "stop_when" in note]
+    assert len(notes) == (last < 20)
+    assert not notes or f"stop_when ended the training after step {last}: score was " in notes[0]
     before = len(rows)
     values = iter([9.0] * 20)
     train(

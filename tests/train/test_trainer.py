@@ -270,3 +270,16 @@ def test_a_rehearsed_step_leaves_nothing_but_buckets(alone: Ranks) -> None:
         losses.append([made.step([given]) for _ in range(2)])
         assert torch.equal(made.module.mask, torch.tril(torch.ones(8, 8)))
     assert losses[0] == losses[1]
+
+
+def test_an_optimizer_that_cannot_train_here_says_why() -> None:
+    with pytest.raises(TaskError, match=r"LBFGS needs a closure, .*: try \"adamw\""):
+        build_optimizer(toy_tasks.network(), torch.optim.LBFGS)
+    frozen = toy_tasks.network().requires_grad_(False)
+    with pytest.raises(
+        TaskError, match=r"empty parameter list.*: all parameters that it was given are frozen, as a stage of a pipeline can be"
+    ):
+        build_optimizer(frozen, lambda weights: torch.optim.AdamW([weight for weight in weights if weight.requires_grad]))
+    assert build_optimizer(frozen, torch.optim.AdamW).param_groups
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        build_optimizer(toy_tasks.network(), lambda weights: torch.optim.SGD(weights, lr=-1.0))

@@ -15,7 +15,7 @@ class EarlyStop:
     """Asked after each evaluation, on every rank. It keeps nothing itself: the run directory has the evaluations, also in a resumed run."""
 
     def __init__(self, knob: str, ranks: Ranks, run_dir: Path, warn: Callable[[str], None] = print) -> None:
-        """`warn` is called once, on rank 0, if the evaluations have no such figure: then no evaluation ends the training."""
+        """`warn` is called on rank 0: once if the evaluations have no such figure, so that none ends the training; and when one does."""
         self._figure, self._options = parse_stop(knob)
         self._ranks, self._path, self._warn = ranks, run_dir / run_directory.EVALUATIONS, warn
         self._noted = False
@@ -43,10 +43,8 @@ class EarlyStop:
             best, waited = (value, 0) if better else (best, waited + 1)
         if waited < self._options["patience"]:
             return False
-        print(
-            f"step {step}: {name} was {sign * best:.4g} at best and has not become better in {waited} evaluations: the training ends",
-            flush=True,
-        )
+        why = f"{name} was {sign * best:.4g} at best and has not become better in {waited} evaluations"
+        self._warn(f"stop_when ended the training after step {step}: {why}")
         return True
 
 

@@ -127,11 +127,25 @@ def _built(
             return OPTIMIZERS[name](weights, **options | ({} if lr is None else {"lr": lr}))
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"optimizer={override or chosen!r}: {name} refuses it: {error}") from error
-    optimizer = chosen(model.parameters())
+    try:
+        optimizer = chosen(model.parameters())
+    except ValueError as error:
+        if any(weight.requires_grad for weight in model.parameters()):
+            raise
+        raise TaskError(
+            f"the task's optimizer function raised {error!r}: all parameters that it was given are frozen, as a stage of a pipeline "
+            "can be. Pass the frozen ones to the optimizer, too, which leaves them as they are: optimizer=torch.optim.AdamW"
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
             f"the task's optimizer function returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer: "
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        raise TaskError(
+            f"the task's {type(optimizer).__name__} needs a closure, by which it computes the loss several times in a step; a training "
+            'computes it once: try "adamw"'
         )
     for group in optimizer.param_groups:
         if lr is not None:

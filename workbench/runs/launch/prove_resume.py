@@ -44,7 +44,8 @@ HINTS = {
     "compression": "what PowerSGD left out of each rank's gradients, its matrices or its random numbers were not restored",
     "samples": "the sampler does not go on where it was: a dataset whose length has changed, or one that orders its samples by itself",
     "batch": "the samples are the same, their content is not: augmentation with a generator of its own that the workbench cannot seed "
-    "(such as np.random.default_rng()), the time, hash() of a string or the order of a set of strings, or files that have changed",
+    "(such as np.random.default_rng()), a count that the dataset keeps, the time, hash() of a string or the order of a set of strings, or "
+    "files that have changed",
     "random": "something draws random numbers outside of the steps, or in another order",
     "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try deterministic=True), "
     "or a state that the model keeps outside of its state_dict",
@@ -54,8 +55,17 @@ HINTS = {
 }
 
 
-def hint(first: Difference) -> str:
-    """What usually makes this part of a step differ first."""
+LOADED = (
+    "it is the first step after the resume, and what was loaded is not what was saved: a module that changes weights while it loads them "
+    "(_load_from_state_dict, a hook of load_state_dict)"
+)
+"""What makes the weights differ there."""
+
+
+def hint(first: Difference, resumed_from: int | None = None) -> str:
+    """What usually makes this part of a step differ first. It may be in the first step after a resume from so many steps."""
+    if first.part == "weights" and resumed_from is not None and first.step == resumed_from + 1:
+        return LOADED
     if first.part == "weights" and first.step == 1:
         return "the initial weights are not repeatable: a task that seeds its model itself, or draws it from a generator of its own"
     return HINTS[first.part]
@@ -110,7 +120,7 @@ class ResumeProof(Briefed, display.Shown):
             )
         first = self.difference
         at = f"{'at the end' if first.step > self.steps else f'in step {first.step}'}, on rank {first.rank}"
-        what = f"{PARTS[first.part]} ({hint(first)})"
+        what = f"{PARTS[first.part]} ({hint(first, self.kills[first.kills - 1].resumed_from if first.kills else None)})"
         if not first.kills:
             return (
                 "Not repeatable: two trainings with the same seed differ before the first kill, so no checkpoint can make them equal. "

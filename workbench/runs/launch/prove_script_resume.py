@@ -40,7 +40,7 @@ ITEMS = {
     "others": "the random numbers of numpy or Python (RNG)",
     "optimizer": "the optimizer's state",
     "schedule": "the learning rate (schedule, or another option of the optimizer)",
-    "gradients": "the gradients (another generator, the gradient scaler, the order of a reduction)",
+    "gradients": "the gradients (another generator, the gradient scaler, what another rank draws or reads, the order of a reduction)",
 }
 """What an optimizer step depends on, as `follow_script` records it: what differs may follow from what comes before it."""
 _SAVED = ("samples", "random", "others", "optimizer", "schedule")
