@@ -91,6 +91,8 @@ class Seen:
     nonfinite: set[int] = field(default_factory=set)
     same_units: set[int] = field(default_factory=set)
     """Ids of matrices whose rows are all equal after the steps."""
+    steps_by_heart: int = 0
+    """Steps in which a few samples were learnt by heart; 0 = not known."""
     added_up: set[int] = field(default_factory=set)
     """Ids of parameters whose gradient was that of all steps so far, as none was set to zero."""
 

@@ -29,7 +29,8 @@ LARGE_RMS = 30.0
 LEARNT = 0.2
 """The loss that is left, as a fraction of the first, when samples are learnt by heart."""
 LEAST_STEPS = 50
-"""Steps with true and with shuffled labels from which on it is a fault that they do not differ: a model needs time to learn anything."""
+"""Steps with true and with shuffled labels from which on it is a fault that they do not differ, or twice as many as learning a few samples
+by heart took, if that is less: a model needs time to learn anything."""
 
 
 def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -47,6 +48,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     if least > 0.02 * first:
         figure += f", and with these targets it cannot fall below {least:.3g}"
     if left - least <= LEARNT * (first - least):
+        seen.steps_by_heart = steps
         return judged(figure)
     if training.loss is None:
         if left < 0.9 * first:
@@ -171,7 +173,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     least = _least(call) if len(seen.watched.losses) == len(seen.batches) else 0.0
     usual = abs(statistics.fmean(other[len(true) // 3 :]) - least)
     late = statistics.fmean(true[len(true) // 3 :])
-    if len(true) >= LEAST_STEPS and late > 0.98 * true[0] > max(0.0, least):
+    steps = min(LEAST_STEPS, 2 * (seen.steps_by_heart or LEAST_STEPS))
+    if len(true) >= steps and late > 0.98 * true[0] > max(0.0, least):
         raise Unjudged(f"in {len(true)} steps the loss falls neither with true nor with shuffled labels: look at the learning rate")
     samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
     lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
@@ -180,8 +183,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
         return judged(figure)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
     figure += f", after {samples} targets"
-    if samples >= needed / 3 and mean < 2 * error < 0.05 * usual - mean:
-        lacks = f"{needed} targets" if samples < needed else f"{LEAST_STEPS} steps" if len(true) < LEAST_STEPS else ""
+    if samples >= needed / 3 and mean < 3 * error and mean + 2 * error < 0.05 * usual:
+        lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if len(true) < steps else ""
         return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
     raise Unjudged(f"{figure}: too few to tell{more}")
 
