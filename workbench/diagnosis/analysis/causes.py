@@ -389,6 +389,14 @@ def own_code(e: Evidence, c: Costs) -> OwnCode | None:
     return OwnCode(function=best[1], line=heaviest[best], share=shares[best])
 
 
+def own_code_note(e: Evidence, c: Costs) -> str:
+    """A note on what the step's own code takes, outside of the model, backward and optimizer; "" = little, or not known."""
+    own = None if e.observed else own_code(e, c)
+    if own is None:
+        return ""
+    return f"{units.percent(own.share)} of the step is spent in {own.function}, outside of model and optimizer, most of it in {own.line}"
+
+
 def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     """The time in which no operator runs, and that of operators so short that launching them is most of their cost."""
     inside = e.inside

@@ -258,6 +258,8 @@ class Costs:
             data = serial_loader(data, loader, clean)
         if e.device == "cpu" and e.world_size == 1 and serial and loader <= data.high:
             data = Interval(low=data.low, mid=max(data.mid, loader), high=data.high)  # nothing hides it
+        if noisy and not doubt and data.mid >= MIN_CERTAIN_LOADER * clean and (clock := e.serial_wait) is not None:
+            data = Interval(low=min(data.low, clock * clean), mid=data.mid, high=max(data.high, clock * clean))
         data, replayed = subtract(data, met.mid), clean - data.mid
         slow = slow_rank(e.ranks)
         by_input = min(max(slow.input, slow.odd * data.mid), data.mid) if slow else 0.0

@@ -283,6 +283,16 @@ class Evidence(JsonDataclass):
             return None
         return seen if (seen := timeline.cpu_per_step) > 0 else None
 
+    @property
+    def serial_wait(self) -> float | None:
+        """Fraction of the step for which the loop waits for its loader, by its clocks, where that is all that the loader costs: without
+        workers, in one process on a CPU. None elsewhere.
+        """
+        if self.device != "cpu" or self.world_size > 1 or self.loading is None or self.loading.num_workers or not self.ranks:
+            return None
+        share = self.ranks[0].timeline.share("data_wait")
+        return None if math.isnan(share) else share
+
     def arm(self, name: str) -> VariantTimes | None:
         """The experiment of that name, if it was run."""
         return self.arms.get(name)

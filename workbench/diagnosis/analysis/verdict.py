@@ -140,6 +140,8 @@ def _data(e: Evidence, c: Costs) -> Source | None:
     if clock is not None and arm is not None and abs(clock - arm) > MAX_DISAGREEMENT:
         if arm > clock and e.loading is not None and e.loading.num_workers:
             note = "workers take cores from training: the loader costs more than it is waited for"
+        elif e.serial_wait is not None and noise_warnings(e):
+            note = "the load on the machine differed: the range includes both"
         elif arm > clock:
             note = "the loader costs more than it is waited for, or the load on the machine differed"
         elif e.world_size == 1 and e.device == "cpu" and e.loading is not None and not e.loading.num_workers:
@@ -322,16 +324,8 @@ def judge(evidence: Evidence) -> Judgement:
         computes = causes.compute_cause(evidence, costs)
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
         notes += [f"{candidate.verdict} is close: {_percents(candidate.saved)} could be saved" for candidate in doubtful]
-    notes += filter(None, [costs.doubt, _own_code(evidence, costs) if verdict != "host-bound" else ""])
+    notes += filter(None, [costs.doubt, causes.own_code_note(evidence, costs) if verdict != "host-bound" else ""])
     return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
-
-
-def _own_code(e: Evidence, c: Costs) -> str:
-    """A note on what the step's own code takes, outside of the model, backward and optimizer; "" = little, or not known."""
-    own = None if e.observed else causes.own_code(e, c)
-    if own is None:
-        return ""
-    return f"{units.percent(own.share)} of the step is spent in {own.function}, outside of model and optimizer, most of it in {own.line}"
 
 
 def _contradiction(e: Evidence, c: Costs) -> str:
