@@ -115,7 +115,7 @@ def ladder(folder: Path) -> Ladder:
     for remedy, gain in zip([*remedies, *remedies][:3], (1.94, 0.97, 1.31), strict=True):
         tried = replace(proof(gain, now), remedy=remedy)
         now *= gain if tried.gained else 1.0
-        rungs.append(Rung(verdict="input-bound", cause="decode", proof=tried, samples_per_sec=now))
+        rungs.append(Rung(verdict="input-bound", cause="dataset code", proof=tried, samples_per_sec=now))
     return Ladder(start=640.0, rungs=tuple(rungs))
 
 

@@ -209,7 +209,7 @@ def test_what_is_right_follows_from_what_the_wall_clock_saved() -> None:
     sleeping, healthy, kernels = (loops.CASES[name] for name in ("loader sleeps", "healthy, loss read each step", "many small kernels"))
     right = verdicts.is_right
     assert right(sleeping, "input-bound", "storage", saved=0.5)
-    assert not right(sleeping, "input-bound", "decode", saved=0.5)
+    assert not right(sleeping, "input-bound", "dataset code", saved=0.5)
     assert not right(sleeping, "compute-bound", "compute", saved=0.5)
     assert not right(sleeping, "input-bound", "storage", saved=0.02)
     assert right(sleeping, "compute-bound", "compute", saved=0.02)

@@ -344,7 +344,7 @@ CASES: dict[str, Case] = {
         Case(name="loader hidden behind the step", build=_hidden_loader, answers={INPUT: ()}),
         Case(name="short passes that begin late", build=_short_passes, answers={INPUT: ()}),
         Case(name="loader sleeps", build=_slow_loader, answers={INPUT: ("storage",)}),
-        Case(name="loader computes", build=_computing_loader, answers={INPUT: ("decode", "loader", "transport")}),
+        Case(name="loader computes", build=_computing_loader, answers={INPUT: ("dataset code", "loader", "transport")}),
         Case(name="host sleeps in the step", build=_sleeping, answers={HOST: ("sleeping or I/O",)}),
         Case(name="Python works in the step", build=_python, answers={HOST: ("python",)}),
         Case(

@@ -54,7 +54,7 @@ def test_every_face_shows_before_anything_is_run_and_a_panel_after(open_notebook
     nb.see("explorer-static")
 
     doctor = face(DOCTOR)
-    expect(doctor).to_contain_text("input-bound (decode)")
+    expect(doctor).to_contain_text("input-bound (dataset code)")
     expect(doctor).to_contain_text("predicted with num_workers=2")
     expect(doctor.locator("table")).to_contain_text("precision=amp_bf16")
     nb.see("doctor-static")

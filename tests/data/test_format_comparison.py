@@ -213,7 +213,7 @@ def test_the_gain_of_prepared_data_that_a_measured_format_predicts_is_the_gain_o
             found = torch.tanh(found @ weights)
 
     diagnosed = wb.diagnose(step, raw, budget_s=8)
-    assert diagnosed.cause.startswith("decode"), diagnosed.why
+    assert diagnosed.cause.startswith("dataset code"), diagnosed.why
     compared = wb.data.compare_formats(tmp_path / "a", ["tar"], samples=96, rounds=2, folder=tmp_path, quiet=True)
     remedy = diagnosed.with_formats(compared).remedy("prepared data")
     gain = measured_gain(step, raw, ready, 7, time.process_time)

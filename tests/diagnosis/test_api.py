@@ -55,7 +55,7 @@ def remedy(speedup: float = 2.0, **change: Any) -> Remedy:
 def diagnosis_of(*remedies: Remedy, spec: Any = SPEC, **more: Any) -> wb.Diagnosis:
     return wb.Diagnosis(
         evidence=Evidence(step=0.5, samples=4),
-        judgement=Judgement(verdict="input-bound", cause="decode", why="because"),
+        judgement=Judgement(verdict="input-bound", cause="dataset code", why="because"),
         remedies=remedies,
         spec=spec,
         **more,

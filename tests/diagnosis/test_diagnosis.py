@@ -48,7 +48,7 @@ def proof(low: float, mid: float, high: float, **more: object) -> Proof:
 
 def test_verdict_why_next() -> None:
     d = slow_loader()
-    assert (d.verdict, d.cause) == ("input-bound", "decode")
+    assert (d.verdict, d.cause) == ("input-bound", "dataset code")
     best = d.remedies[0]
     assert d.summary.splitlines() == [
         f"{d.verdict} ({d.cause})",
@@ -59,7 +59,7 @@ def test_verdict_why_next() -> None:
     assert f"Predicted: {best.gain}." in d.next
     assert d.summary.count(best.gain) == 1
     assert d.next.startswith(best.what)
-    assert repr(d) == f"Diagnosis('input-bound', cause='decode', {len(d.remedies)} remedies)"
+    assert repr(d) == f"Diagnosis('input-bound', cause='dataset code', {len(d.remedies)} remedies)"
 
 
 def test_the_note_names_the_first_remedy_that_can_be_proved() -> None:
@@ -426,7 +426,7 @@ def test_a_proof_of_a_change_of_which_nothing_was_predicted() -> None:
 
 
 def ladder() -> Ladder:
-    good = Rung(verdict="input-bound", cause="decode", proof=proof(1.5, 1.55, 1.6), samples_per_sec=1550.0)
+    good = Rung(verdict="input-bound", cause="dataset code", proof=proof(1.5, 1.55, 1.6), samples_per_sec=1550.0)
     bad = Rung(verdict="compute-bound", cause="compute", proof=proof(0.9, 0.95, 1.0, name="precision=amp_bf16"), samples_per_sec=1550.0)
     return Ladder(start=1000.0, rungs=(good, bad), verdict="compute-bound", cause="compute", changes={"num_workers": 2}, stopped="done")
 
@@ -518,7 +518,9 @@ def test_a_proof_of_another_remedy_than_the_first_says_so(
     says = "faster collate_fn is a change that you have to make yourself. To prove it, launch the training before and after the change, "
     says += "several times by turns, and compare the runs: `workbench compare A B`, or wb.compare(a, b). On a busy machine two single "
     says += "launches differ by more than many changes gain."
-    none = f"No remedy for the verdict (input-bound, decode) can be tried here: {says} Tried instead: optimizer=fused, which does not "
+    none = (
+        f"No remedy for the verdict (input-bound, dataset code) can be tried here: {says} Tried instead: optimizer=fused, which does not "
+    )
     assert found.choice == (
         f"{says} Of those that can be tried here, the best is optimizer=fused." if concerns else f"{none}address the verdict."
     )

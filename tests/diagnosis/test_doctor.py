@@ -246,7 +246,7 @@ def test_climb_draws_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     climbed = Ladder(
         start=640.0,
         rungs=(
-            Rung(verdict="input-bound", cause="decode", proof=proof, samples_per_sec=1408.0),
+            Rung(verdict="input-bound", cause="dataset code", proof=proof, samples_per_sec=1408.0),
             Rung(
                 verdict="compute-bound",
                 cause="compute",
@@ -272,7 +272,7 @@ def test_a_remedy_that_failed_in_its_proof_is_a_rung_without_gain() -> None:
     nothing = Interval(low=float("nan"), mid=float("nan"), high=float("nan"))
     proof = replace(proof_of(diagnosis()), measured=nothing)
     html = doctor_faces.ladder(
-        Ladder(start=640.0, rungs=(Rung(verdict="input-bound", cause="decode", proof=proof, samples_per_sec=640.0),))
+        Ladder(start=640.0, rungs=(Rung(verdict="input-bound", cause="dataset code", proof=proof, samples_per_sec=640.0),))
     )
     assert "dropped · failed, " in html
     assert "nan" not in html
@@ -503,7 +503,7 @@ def test_the_static_face_can_be_read_without_a_kernel(doctor: Doctor) -> None:
     html = bundle["text/html"]
     assert bundle["text/plain"] == "ThroughputDoctor('clipart-resnet · 1 rank')"
     assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert "<strong>input-bound</strong> (decode)" in html
+    assert "<strong>input-bound</strong> (dataset code)" in html
     assert "predicted with num_workers=2" in html
     assert "<td" in html
     assert not any(word in html for word in ("<script", "<svg", "<style", " id=", "12.0 s"))

@@ -194,7 +194,7 @@ def ladder(*gains: float, **fields: Any) -> Ladder:
     for number, gain in enumerate(gains, 1):
         proof = proof_of(replace(remedy, name=f"knob={number}"), gain, baseline=now)
         now = now * gain if proof.gained else now
-        rungs.append(Rung(verdict="input-bound", cause="decode", proof=proof, samples_per_sec=now))
+        rungs.append(Rung(verdict="input-bound", cause="dataset code", proof=proof, samples_per_sec=now))
     return Ladder(start=100.0, rungs=tuple(rungs), **fields)
 
 

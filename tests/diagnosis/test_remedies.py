@@ -155,6 +155,20 @@ def test_what_is_random_cannot_be_prepared() -> None:
     assert "cheaper augmentation" not in remedies(World(cpu=0.03).evidence())
 
 
+def test_the_advice_begins_with_the_line_of_the_dataset() -> None:
+    """Of a filterbank that was built anew for each sample it said to decode, resize and tokenize beforehand."""
+    loading = World(cpu=0.03).evidence().loading
+    assert loading is not None
+    slow = dataclasses.replace(loading, slow_lines=(("train.py:11 mel_filterbank", 0.62), ("train.py:48 __getitem__", 0.2)))
+    evidence = World(cpu=0.03).evidence(loading=slow)
+    assert judge(evidence).cause == "dataset code"
+    what = remedies(evidence)["prepared data"].what
+    assert what.startswith("Make train.py:11 mel_filterbank cheaper, 62 % of making a batch: compute once what is the same for all samples")
+    assert "what each epoch repeats and is not random" in what
+    plain = World(cpu=0.03).evidence(loading=dataclasses.replace(loading, slow_lines=(), collate=0.01))
+    assert remedies(plain)["prepared data"].what.startswith("Take whole batches instead of single samples")
+
+
 def test_a_ceiling_of_all_the_waiting_is_what_the_table_says_is_saved_without_it() -> None:
     """Beside other processes a batch of 228 ms took 4.6 s: "saved 50 %" stood in the table, and below it "up to 1.06×"."""
     world = World(cpu=0.03)
@@ -425,7 +439,7 @@ ONCE = Loading(kind="iterable", alone=0.03)
 CAUSES = {
     "loader": World(cpu=0.03).evidence(loading=ONCE),
     "storage": World(blocked=0.03).evidence(),
-    "decode": World(cpu=0.03).evidence(),
+    "dataset code": World(cpu=0.03).evidence(),
     "collate": World(cpu=0.03, collate=0.025).evidence(),
     "slow samples": loading_of(World(blocked=0.03), slow_share=0.8),
     "small files": loading_of(World(blocked=0.03), files=32.0, read_bytes=32 * 4096.0),
@@ -460,7 +474,7 @@ CAUSES = {
 
 FIRST = {
     "loader": "Make batches beside training",
-    "storage|decode|collate|slow samples|small files": r"Make batches in (.) worker processes.*DataLoader\(…, num_workers=\1, p",
+    "storage|dataset code|collate|slow samples|small files": r"Make batches in (.) worker processes.*DataLoader\(…, num_workers=\1, p",
     "worker start-up": "Keep the workers",
     "prefetch": "Let each worker keep",
     "oversubscribed|transport": "without workers",

@@ -31,7 +31,7 @@ HEALTHY = {
 
 PLANTED = {
     "storage": (World(blocked=0.03), "input-bound", "storage"),
-    "decode": (World(cpu=0.03), "input-bound", "decode"),
+    "dataset code": (World(cpu=0.03), "input-bound", "dataset code"),
     "collate": (World(cpu=0.03, collate=0.025), "input-bound", "collate"),
     "a slow loader with one worker": (World(blocked=0.035, num_workers=1), "input-bound", "storage"),
     "workers started every epoch": (World(num_workers=2, persistent=False, start_up=0.1, epoch=8), "input-bound", "worker start-up"),
@@ -585,7 +585,7 @@ def test_limits_of_causes_follow_the_machine() -> None:
     files = World(cpu=0.03).evidence()
     assert files.loading is not None
     files = dataclasses.replace(files, loading=dataclasses.replace(files.loading, files=500.0))
-    assert judge(files).cause == on(files, open=1.0) == "decode"
+    assert judge(files).cause == on(files, open=1.0) == "dataset code"
     assert on(files, open=2.0) == "small files"
 
     short = World(work=0.014, fixed=0.013, small=0.012, host=0.005).evidence()

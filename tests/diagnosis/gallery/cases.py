@@ -77,7 +77,7 @@ PLANTED = (
     Case(
         name="heavy_decode",
         plants="JPEG pictures are decoded in the loop",
-        answers={INPUT: ("decode",)},
+        answers={INPUT: ("dataset code",)},
         spec={"micro_batch": 8},
     ),
     Case(

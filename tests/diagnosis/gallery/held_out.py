@@ -210,7 +210,7 @@ _CASES = (
     Case(
         name="zipped_stream",
         plants="one worker unpacks a compressed stream, too slowly",
-        answers={INPUT: ("decode",)},
+        answers={INPUT: ("dataset code",)},
         spec={"micro_batch": 16, "num_workers": 1},
         file=HERE,
     ),

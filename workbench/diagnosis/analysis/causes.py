@@ -1,4 +1,4 @@
-"""Finds the cause under each verdict ("decode", "small buckets", "syncs") and writes the sentence with its numbers."""
+"""Finds the cause under each verdict ("dataset code", "small buckets", "syncs") and writes the sentence with its numbers."""
 
 import math
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Cause:
     """Why one part of the step is as large as it is."""
 
     cause: str
-    """Starts with a word of the vocabulary: "decode", "small buckets", "slow rank 3: input"."""
+    """Starts with a word of the vocabulary: "dataset code", "small buckets", "slow rank 3: input"."""
     why: str
     """A sentence with the numbers."""
 
@@ -148,7 +148,7 @@ def _making(e: Evidence, loading: Loading) -> Cause:
     if loading.kind != "DataLoader":
         return Cause(cause="loader", why=f"{made}, of it {units.seconds(cpu)} of CPU.{_line(loading)}")
     own = loading.fetch_cpu if loading.fetch_cpu is not None else cpu
-    return Cause(cause="decode", why=f"{made}, of it {units.seconds(own)} of CPU in the dataset's own code.{_line(loading)}")
+    return Cause(cause="dataset code", why=f"{made}, of it {units.seconds(own)} of CPU in the dataset's own code.{_line(loading)}")
 
 
 def _line(loading: Loading) -> str:

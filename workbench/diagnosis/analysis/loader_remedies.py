@@ -182,17 +182,16 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
             "a second copy of the data",
         ),
         (
-            ("decode", "oversubscribed", "slow samples"),
+            ("dataset code", "oversubscribed", "slow samples"),
             "prepared data",
-            "Do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize, compute), and store it as arrays; "
-            "or make it faster.",
+            _cheaper(loading),
             _less_cpu(feeding, fixed * (1 - left_cpu)),
             f"{units.percent(1 - left_cpu)} of the dataset's CPU{' that is not random' * bool(drawn)}, {units.percent(fixed)} of making a "
             "batch, is gone",
             "disk space (decoded pictures take about 14 times that of JPEG); what is random, such as augmentation, has to stay",
         ),
         (
-            ("decode", "oversubscribed", "slow samples") if drawn else ("random",),
+            ("dataset code", "oversubscribed", "slow samples") if drawn else ("random",),
             "cheaper augmentation",
             f"Make the random part in {', '.join(line for line, _ in loading.random_lines)} cheaper: it cannot be done beforehand. Resize "
             "the samples before it, do it on whole batches on the GPU, or take fewer or simpler operations.",
@@ -221,6 +220,31 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
             yield from_formula(case, name, {}, what, speedup, (WORKERS_ERROR[0] * speedup / high, WORKERS_ERROR[1]), formula, costs)
         elif cause.startswith(causes):
             yield ceiling(case, name, what, _saved(case, better, loading), formula, costs)
+
+
+MIN_LINE = 0.25
+"""Share of the time of making a batch from which on the advice names a line of the dataset. Chosen: a change there gains something."""
+
+
+def _cheaper(loading: Loading) -> str:
+    """How making samples gets cheaper: at the dataset's heaviest line that is not random, if one is known; of a dataset of torch's, such as
+    a TensorDataset, by whole batches.
+    """
+    fixed = next((item for item in loading.slow_lines if item not in loading.random_lines), None)
+    if fixed and fixed[1] >= MIN_LINE:
+        return (
+            f"Make {fixed[0]} cheaper, {units.percent(fixed[1])} of making a batch: compute once what is the same for all samples, and do "
+            "once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize), and store it as arrays."
+        )
+    if not loading.slow_lines and loading.collate:
+        return (
+            "Take whole batches instead of single samples: give the dataset a __getitems__ that indexes its arrays with a list, or the "
+            "loader sampler=BatchSampler(…) with batch_size=None. Else do once, beforehand, what each epoch repeats and is not random."
+        )
+    return (
+        "Do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize, compute), and store it as arrays; or "
+        "make it faster."
+    )
 
 
 def _saved_by_copy(loading: Loading, compared: FormatComparison | None) -> tuple[float, float]:
