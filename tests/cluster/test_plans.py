@@ -1090,6 +1090,18 @@ def test_a_model_that_fits_nowhere_hears_by_how_much_and_what_would_help() -> No
     assert plans(gpus=gpus, cluster="AWS-p4d").best.gpus == gpus
 
 
+def test_the_least_doubling_of_the_gpus_that_fits_is_advised_within_a_node_too() -> None:
+    """From one GPU, a whole node of eight was advised where four suffice."""
+    qwen = wb.Transformer(
+        layers=28, hidden=3584, heads=28, kv_heads=4, feed_forward=18944, vocabulary=152_064, sequence=4096, gated=True, tied=False
+    )
+    only: dict[str, Any] = {"model": qwen, "cluster": "DGX-H100", "global_batch": 8}
+    for gpus in (1, 2):
+        with pytest.raises(PlanError, match=r"It would fit on 4 GPUs"):
+            plans(**only, gpus=gpus)
+    assert plans(**only, gpus=4).best.gpus == 4
+
+
 def test_advice_keeps_to_what_was_asked_and_holds() -> None:
     only: dict[str, Any] = {"cluster": "DGX-A100", "gpus": 64, "global_batch": 1024, "tensor": 1, "pipeline": 1}
     with pytest.raises(PlanError, match="fits nowhere") as caught:

@@ -202,6 +202,12 @@ def test_one_process_is_asked_what_more_would_bring() -> None:
     assert not any(remedy.provable for remedy in result.remedies), "eight ranks are not here"
 
 
+def test_a_gap_at_another_word_is_refused_for_one_process_too() -> None:
+    for ranks in (1, 2):
+        with pytest.raises(ValueError, match="same='x': allowed are"):
+            WhyNotLinear(evidence=planted(ranks=ranks), ranks=8).gap_at("x")
+
+
 def test_more_ranks_than_measured_are_marked_as_predicted() -> None:
     result = answer(reduction=0.005).at(64)
     assert result.gap.predicted

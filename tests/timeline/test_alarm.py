@@ -516,8 +516,19 @@ def test_a_digest_follows_what_becomes_slow_again_and_again() -> None:
     told = [slow(3, 1000), slow(3, 1100, 2.0, 1.0), slow(3, 41_200), slow(1, 500)]
     assert digest(told, ranks=4) == "rank 3: the forward became slower 2 times, at steps 1,000, 41,200; 4 changes in all"
     waits = [replace(alarm, waits_for=1) for alarm in told[:3]]
-    assert digest([*waits, told[3]], ranks=4) == "4 changes in all, 3 of them of rank 1, for which this one waits"
+    listed = "the forward since step 1,000, the forward since step 1,100, the forward since step 41,200, …"
+    assert digest([*waits, told[3]], ranks=4) == f"4 changes in all: {listed}, 3 of them of rank 1, for which this one waits"
+    assert digest([slow(0, 80)]) == "1 change in all"
     assert digest([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [(2.5, "150 % longer"), (9.9, "890 % longer"), (215.9, "216× as long"), (0.4, "60 % less"), (0.001, "more than 99 % less")],
+)
+def test_a_change_by_many_times_is_not_said_in_percent(after: float, said: str) -> None:
+    told = Told(rank=0, step=8, phase="forward", before=1e-3, after=1e-3 * after, share=0.2)
+    assert told.words().startswith(f"since step 8 the forward takes {said} (")
 
 
 def test_what_else_changed_is_said(tmp_path: Path) -> None:
@@ -582,7 +593,7 @@ def test_a_rank_that_waits_for_another_leaves_it_to_that_one_to_tell(tmp_path: P
     assert words == {0: [], 1: []}, "it waits for an alarm of another rank"
     look(1, 400, data_wait=11.0)
     look(0, 0)
-    assert [re.sub(r"\d+ %.*", "", text) for text in words[1]] == [f"since step {ranks[1].told[-1].step:,} the wait for data takes "]
+    assert [re.sub(r"[\d.]+× .*", "", text) for text in words[1]] == [f"since step {ranks[1].told[-1].step:,} the wait for data takes "]
     assert words[0] == [""]
     (told,) = [told for told in ranks[0].told if told.phase != "memory"]
     assert (told.phase, told.waits_for) == ("backward", 1)

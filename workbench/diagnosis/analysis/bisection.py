@@ -117,7 +117,8 @@ class Bisection(display.Shown, JsonDataclass):
                 word = "bad" if abs(math.log(seen.mid)) > MINE * abs(math.log(whole.mid)) else "good"
             ratio = f"{units.times(seen.mid)} ({seen.low:.3g} to {seen.high:.3g})" if seen else units.MISSING
             rows.append((commit.subject, str(len(counts.get((commit.id,), ()))), ratio, word))
-        last = f"{len(self.reruns)} trainings of {self.steps} steps in {units.seconds(self.seconds)}, {len(self.commits)} commits"
+        made, commits = units.several(len(self.reruns), "training"), units.several(len(self.commits), "commit")
+        last = f"{made} of {self.steps} steps in {units.seconds(self.seconds)}, {commits}"
         return display.Table(
             columns=("commit", "trainings", f"{QUANTITIES[self.of]} beside the good one", ""),
             rows=rows,

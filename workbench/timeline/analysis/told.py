@@ -24,8 +24,10 @@ WORDS = {
     "other": "what lies between the phases",
     REDUCTION: "the reduction of gradients, with the wait for other ranks,",
     COMPUTING: "computing the gradients",
+    "loss": "a higher loss",
+    NOT_FINITE: "a loss that is NaN or infinite",
 }
-"""A phase in a sentence."""
+"""What is followed, in a sentence."""
 SHARED = "the backward, with the reduction of gradients,"
 """The same where there are several ranks."""
 WAITS = ("backward", REDUCTION, "step", "throughput")
@@ -34,6 +36,8 @@ UNSHARED = ("data_wait", "h2d")
 """Phases in which ranks do not wait for each other, as they may in a forward that broadcasts buffers, or in what lies between phases."""
 ONE_ALARM = "alarms: 1 change in all"
 """The digest of a run with one alarm, as a note."""
+MANY_TIMES = 10
+"""So many times as long as before is not said in percent."""
 MEETS = 64
 """Steps within which alarms of two ranks are taken to have one reason."""
 
@@ -88,7 +92,9 @@ class Told:
             return f"{since} {units.percent(change)} {'fewer' if self.slower else 'more'} samples per second{where}{more}"
         what = SHARED if self.phase == "backward" and ranks > 1 else WORDS[self.phase]
         took = f"{units.seconds(self.before)} → {units.seconds(self.after)}"
-        return f"{since} {what} takes {units.percent(change)} {'longer' if self.slower else 'less'}{where} ({took}){more}"
+        longer = f"{units.times(1 + change)} as long" if change >= MANY_TIMES - 1 else f"{units.percent(change)} longer"
+        less = f"{'more than 99 %' if change > 0.99 else units.percent(change)} less"
+        return f"{since} {what} takes {longer if self.slower else less}{where} ({took}){more}"
 
     def to_row(self) -> dict[str, Any]:
         """For the rank's file."""
@@ -136,7 +142,9 @@ def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> 
         + ", ".join(f"{step:,}" for step in steps[:6])
         for (rank, phase), steps in sorted(again, key=lambda item: -len(item[1]))
     ]
-    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all"]
+    first = [f"{WORDS.get(alarm.phase, alarm.phase)} since step {alarm.step:,}" for alarm in told[:3]]
+    listed = f": {', '.join(first)}{', …' * (len(told) > 3)}" if len(told) > 1 and not again else ""
+    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all{listed}"]
     for rank in sorted({alarm.waits_for for alarm in told if alarm.waits_for is not None}):
         words[-1] += f", {sum(alarm.waits_for == rank for alarm in told)} of them of rank {rank}, for which this one waits"
     words += [f"traced: {', '.join(traces)}"] if traces else []

@@ -335,7 +335,7 @@ class PlanSearch:
     def _remedies(self, gpus: int, more: int, sharings: Sequence[str]) -> list[str]:
         """Changes that make the model fit while all else stays as given; each was checked."""
         each = self.cluster.gpus_per_node
-        larger = sorted({gpus * 2, *(each * 2**power for power in range(18))})
+        larger = sorted({*(gpus * 2**power for power in range(1, 18)), *(each * 2**power for power in range(18))})
         larger = [size for size in larger if size > gpus and (size <= each or size % each == 0)]
         enough = next((size for size in larger if self._fits(self.workload, size, sharings)), None)
         remedies = [] if enough is None else [f"on {enough:,} GPUs"]
