@@ -140,6 +140,15 @@ def test_a_single_huge_loss_among_the_first_is_found(seed: int, at: int, kind: C
     assert fault.message == f"the loss jumps from {before} at most to {losses[at][1]:.4g} in step {at + 1}, back in step {at + 2}"
 
 
+@pytest.mark.parametrize(("level", "size"), [(-3.0, 200.0), (0.0, 200.0), (-3.0, 5.0)])
+def test_among_losses_below_0_a_single_huge_one_is_found(level: float, size: float) -> None:
+    r = random.Random(0)
+    losses = [(i + 1, level + 2 * math.exp(-i / 10) + r.gauss(0, 0.2)) for i in range(40)]
+    assert jumps_at_once(losses) == []
+    losses[11] = (12, size)
+    assert [fault.step for fault in jumps_at_once(losses)] == ([12] if size > 100 else [])
+
+
 def test_losses_that_do_not_vary_jump_where_they_are_far_above_the_largest_before() -> None:
     hinge = [(i + 1, max(0.0, random.Random(i).gauss(0, 1) - 1.5)) for i in range(400)]  # 0 in most steps
     largest = max(loss for _, loss in hinge)

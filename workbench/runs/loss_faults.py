@@ -51,6 +51,10 @@ Chosen: losses of single samples, which vary by a factor of ten, do not reach it
 """
 
 
+BESIDE = 30.0
+"""Times the range of all other losses, for the same where some losses are 0 or less, which have no logarithm. Chosen."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """Something that went wrong in a run."""
@@ -169,22 +173,30 @@ def explodes_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
 def jumps_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
     """A loss among the first `LEAST` that is far above those before it and those after it, where it does not stay there.
 
-    Where losses that high come again, and `spikes` does not find them, they are usual.
+    Where losses that high come again, and `spikes` does not find them, they are usual. If some losses are 0 or less, the range of all
+    others tells how far above it is.
     """
     known = [(step, loss) for step, loss in losses if math.isfinite(loss)][: 2 * LEAST]
-    values, noise = [loss for _, loss in known], relative_noise([loss for _, loss in known])
-    if noise is None or min(values) <= 0:
+    values = [loss for _, loss in known]
+    if len(values) <= LEAST_CHANGES:
         return []
+    noise = relative_noise(values) if min(values) > 0 else None
     for place in range(1, min(LEAST, len(values))):
         before, loss = max(values[:place]), values[place]
-        if loss > AT_ONCE * before and math.log(loss) - math.log(before) > DEVIATIONS * noise:
-            after = next((at for at in range(place, len(values)) if values[at] <= AT_ONCE * before), len(values))
-            again = {step for step, later in known[after:] if later > max(values[place:after]) / AT_ONCE}
+        if noise is not None:
+            back, far = AT_ONCE * before, loss > AT_ONCE * before and math.log(loss) - math.log(before) > DEVIATIONS * noise
+        else:
+            back = before + (loss - before) / AT_ONCE
+            span = max(others := [value for value in values if value < back], default=0.0) - min(others, default=0.0)
+            far = loss - before > BESIDE * span > 0
+        if far:
+            after = next((at for at in range(place, len(values)) if values[at] <= back), len(values))
+            peak = max(values[place:after])
+            again = {step for step, later in known[after:] if later - before > (peak - before) / AT_ONCE}
             if again - {fault.step for fault in spikes(losses, most=len(losses))}:
                 return []
-            back = f"back in step {known[after][0]}" if after < len(values) else "not back yet"
-            words = f"the loss jumps from {before:.4g} at most to {loss:.4g} in step {known[place][0]}, {back}"
-            return [_jump(known[place][0], words)]
+            when = f"back in step {known[after][0]}" if after < len(values) else "not back yet"
+            return [_jump(known[place][0], f"the loss jumps from {before:.4g} at most to {loss:.4g} in step {known[place][0]}, {when}")]
     return []
 
 
