@@ -696,3 +696,14 @@ class Net(torch.nn.Module):
 for batch in torch.utils.data.DataLoader([torch.ones(1)] * 4):
     Net()(batch)
 """
+
+
+def test_a_reader_that_ends_early_is_no_error(by_hand: Any) -> None:
+    """`workbench runs | head -1`, by the command as it is installed, which calls main()."""
+    run = by_hand().steps(20).ended("finished")
+    command = "import sys; from workbench.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", command, "report", str(run.path)], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")

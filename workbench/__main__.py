@@ -91,12 +91,14 @@ def runs(given: argparse.Namespace) -> int:
 def show_run(given: argparse.Namespace) -> int:
     """Show a run directory; returns the exit status."""
     run = Run.load(given.path)
+    report = workbench.report(run, flops_per_sample="count" if given.mfu else None)
     if given.html:
-        workbench.report(run, flops_per_sample="count" if given.mfu else None).save(given.html)
+        report.save(given.html)
         if not given.json:
             print(f"the report is in {given.html}")
     if given.json or not given.html:
-        show(run_facts(run) if given.json else run_text(run), given)
+        facts = run_facts(run) | ({"mfu": report.mfu[0], "mfu_reason": report.mfu[1]} if given.mfu else {})
+        show(facts if given.json else report, given)
     if given.would_fit:
         print(f"\n{workbench.would_fit(run)}")
     return 0
@@ -465,14 +467,15 @@ def main(argv: list[str] | None = None) -> int:
     if given.command == "launch" and not (given.target or given.resume):
         made["launch"].error("a script, a task or --resume is needed")
     try:
-        if given.command == "launch":
-            return launch(given, script_args)
-        if script_args and not ("args" in given and given.target.endswith(".py")):
+        if given.command != "launch" and script_args and not ("args" in given and given.target.endswith(".py")):
             raise ValueError(f"what comes after -- is for a script, and there is none here: {shlex.join(script_args)}")
         given.args = script_args
-        return _RUN[given.command](given)
-    except BrokenPipeError:
-        raise
+        status = launch(given, script_args) if given.command == "launch" else _RUN[given.command](given)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `workbench report … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except RunError as error:
         whole = error.failure.stderr and error.failure.place  # what it printed has the traceback
         said = ["" if whole else error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])]
@@ -487,10 +490,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `workbench report … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = 0
-    sys.exit(status)
+    sys.exit(main())

@@ -811,9 +811,15 @@ def test_gpus_whose_best_products_reach_less_of_their_peak_are_planned_with_less
     for name, precision in (("A100-80GB", "amp_bf16"), ("H100-SXM", "fp32"), ("V100-32GB", "amp_fp16")):
         assert efficiency_of(Device.named(name), precision) == EFFICIENCY
     assert plans().best.efficiency == ratio * EFFICIENCY.mid
-    on_a100 = plans(cluster="DGX-A100").notes[0]
-    assert "35 % … 65 % (predicted with 50 %)" in on_a100
-    assert "as published runs on A100 imply" in on_a100
+    span, source = plans(cluster="DGX-A100").notes[:2]
+    assert "35 % … 65 % (predicted with 50 %)" in span
+    assert "as published runs on A100 imply" in source
+
+
+def test_the_leanest_plan_takes_no_more_gpus_than_the_fastest() -> None:
+    """More GPUs always need less memory each: of a small model, the leanest plan had a thousand."""
+    found = plans(gpus=None, top=20)
+    assert found["leanest"].gpus <= max(found["fastest"].gpus, found.best.gpus)
 
 
 def test_it_shows_itself() -> None:
@@ -1174,7 +1180,8 @@ def test_a_device_without_the_precision_and_one_of_unknown_power() -> None:
         plans(cluster=cluster, model=GPT)
     free = plans(cluster=cluster, model=GPT, precision="fp32")
     assert free.best.energy is None
-    assert "GPU-seconds per sample" in str(free)
+    assert "GPU time per sample" in str(free)
+    assert "MFU: of the dense peak of a GPU in fp32, 10.0 TFLOP/s" in str(free)
     with pytest.raises(PlanError, match="give watts="):
         plans(cluster=cluster, model=GPT, precision="fp32", price=1.0)
     paid = plans(cluster=cluster, model=GPT, precision="fp32", price=1.0, watts=100)

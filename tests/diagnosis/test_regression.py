@@ -249,7 +249,7 @@ def test_equal_runs_of_which_one_was_slow_show_the_machine(tmp_path: Path, emula
     rows = {each.name: (each.a, each.b) for each in over.differences}
     assert rows["processes that want a core"] == ("0.5", "7")
     assert rows["clock of the cores in MHz"] == ("3000", "2400")
-    assert rows["started"] == ("1", "2")
+    assert rows["boot"] == ("1", "2")
     emulated(lambda arm: 0.013)
     still = wb.what_changed(a, b)
     assert "and the reason is the machine, or something that was not recorded, such as " in still.verdict

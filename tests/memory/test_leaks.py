@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from workbench.core import gc as collector
 from workbench.memory.analysis.log import ALLOC, FREE, MARK, Event, Mark, MemoryLog, Record
 from workbench.memory.api import find_leaks, measure_memory
-from workbench.memory.measure.leaks import Holding, Leak, Leaks, find, held_after, leaks_of, left_behind
+from workbench.memory.measure.leaks import Holding, Leak, Leaks, Referrers, find, held_after, leaks_of, left_behind
 
 DATA = [torch.randn(32, 64) for _ in range(4)]
 BY_ALL: list[Tensor] = []
@@ -56,6 +57,13 @@ def test_losses_with_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert leak.holder == "BY_ALL (a list, a global variable of test_leaks.py)"
     assert (leak.graph, leak.tensors, leak.per_step) == (True, 1, 4)
     assert BY_ALL == []  # put back
+
+
+def test_a_list_of_the_program_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing has a second name for the module `__main__`, and the last name used to win."""
+    main = sys.modules["__main__"]
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    assert Referrers()._modules[id(vars(main))] == "__main__"
 
 
 def test_a_holder_that_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,6 +437,8 @@ def test_a_dict_batch_and_its_own_collate(alone: Ranks, tmp_path: Path) -> None:
         ({"loss": lambda model, batch: 0.5}, {}, r"returned a float; expected a tensor with one number"),
         ({"loss": lambda model, batch: model(batch[0])}, {}, r"returned a tensor of shape \(8, 2\); .* try loss.mean\(\)"),
         ({"loss": lambda model, batch: type("Output", (), {"loss": 1})()}, {}, r"returned a Output; .*model's output has it as .loss"),
+        ({"loss": lambda model, batch: model(batch[0]).detach().mean()}, {}, r"has no gradient: .* Is it cut off by \.detach\(\)"),
+        ({"dataset": lambda: toy_tasks.Numbers(0)}, {}, r"dataset\(\) returned an empty Numbers: it needs at least one sample"),
         ({"optimizer": lambda parameters: None}, {}, r"optimizer function returned a NoneType; .*lambda parameters: torch.optim.SGD"),
         ({"evaluate": None}, {"evaluate": True}, r"has no evaluation: try wb.Task\(…, evaluate=…\), or evaluate=False"),
         ({"evaluate": lambda model: 0.5}, {"evaluate": True}, r"evaluate\(model\) returned 0.5; expected numbers by name"),

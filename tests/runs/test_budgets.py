@@ -1,4 +1,4 @@
-"""Runs held against budgets: kept, exceeded, not measured, relative to another run, and what cannot be a budget."""
+"""Runs held against budgets: met, exceeded, not measured, relative to another run, and what cannot be a budget."""
 
 import dataclasses
 import json
@@ -31,16 +31,16 @@ def test_limits_of_its_own(run_dir: Path) -> None:
     run = wb.Run.load(run_dir)
     step, rate = max(rank.mean() for rank in run.rank_means), run.samples_per_sec
     kept = check_run(run, {"step": f"{1001 * step} ms", "samples_per_sec": 0.99 * rate, "data_wait": "100 %", "loss": 1e9})
-    assert set(states(kept).values()) == {"kept"}
+    assert set(states(kept).values()) == {"met"}
     assert kept.ok
     exceeded = check_run(run_dir, {"step": f"{0.99 * step:f}s", "samples_per_sec": 1.01 * rate, "forward": 0})
     assert set(states(exceeded).values()) == {"exceeded"}
     assert not exceeded.ok
-    assert "not all budgets are kept" in str(exceeded)
+    assert "not all limits are met" in str(exceeded)
     assert "step: the mean of the slowest rank after its warm-up" in str(exceeded)
 
 
-def test_what_was_not_measured_is_not_kept(run_dir: Path) -> None:
+def test_what_was_not_measured_is_not_met(run_dir: Path) -> None:
     check = check_run(run_dir, {"peak_memory": "38 GiB"})
     assert math.isnan(check.budgets[0].measured)
     assert states(check) == {"peak_memory": "not measured"}
@@ -59,7 +59,7 @@ def test_relative_to_another_run(run_dir: Path, by_hand: Any) -> None:
 def test_it_says_which_of_the_two_runs_lacks_a_figure(run_dir: Path, by_hand: Any) -> None:
     experiments = by_hand(name="before", experiment={"kind": "diagnose"}).ended("finished").path
     check = check_run(run_dir, {"step": "+5 %", "data_wait": "100 %"}, against=experiments)
-    assert states(check) == {"step": "not measured", "data_wait": "kept"}
+    assert states(check) == {"step": "not measured", "data_wait": "met"}
     assert "the run to compare with, before, has no step: it has no measured step; it is a run of experiments (diagnose)" in str(check)
     assert "the run, now, has no peak_memory" in str(check_run(run_dir, {"peak_memory": "1 GiB"}))
 
@@ -78,7 +78,7 @@ def test_more_of_a_negative_loss_is_nearer_to_zero(run_dir: Path, monkeypatch: p
 
 def test_a_run_that_failed_is_not_ok(by_hand: Any) -> None:
     check = check_run(by_hand().steps(60).ended("failed").path, {"data_wait": "100 %"})
-    assert states(check) == {"data_wait": "kept"}
+    assert states(check) == {"data_wait": "met"}
     assert not check.ok
     assert "the run is failed" in str(check)
 
@@ -111,7 +111,7 @@ def test_in_a_terminal(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     budgets = tmp_path / "budgets.toml"
     budgets.write_text('[budgets]\ndata_wait = "100 %"\nstep = "1 s"\n')
     assert main(["check", str(run_dir), "--budgets", str(budgets)]) == 0
-    assert "all budgets are kept" in capsys.readouterr().out
+    assert "all limits are met" in capsys.readouterr().out
     budgets.write_text('step = "1 us"\n')
     assert main(["check", str(run_dir), "--budgets", str(budgets), "--json"]) == 1
     value = json.loads(capsys.readouterr().out)

@@ -35,7 +35,11 @@ def test_what_a_row_says(by_hand: Make, capsys: pytest.CaptureFixture[str]) -> N
     assert runs[0].loss == pytest.approx(0.1)
     assert runs[0].samples_per_sec == pytest.approx(16 * 20 / (0.065 * 19))
     usual = wb.RunSpec(task="text-gpt")
-    assert [run.differs for run in runs] == [f"micro_batch={usual.micro_batch}, lr={usual.lr}", "", "micro_batch=4, lr=0.5"]
+    assert [run.differs for run in runs] == [
+        f"micro_batch={usual.micro_batch}, lr=the task's own",
+        "task=clipart-resnet",
+        "micro_batch=4, lr=0.5",
+    ]
     assert repr(runs).endswith(", 3 runs)")
     assert list(runs.to_frame()["state"]) == ["finished", "failed", "running"]
     assert main(["runs", str(old.path.parent)]) == 0

@@ -75,7 +75,7 @@ def test_the_page_stands_alone_and_is_text(tmp_path: Path, capsys: pytest.Captur
     assert not set(page) & set(STEERING)
     assert "http" not in page
     for part in (
-        "Where a step goes", "1 evaluations between the steps: 2.00 s", "loss: 1 at step 1, 0.1 at step 10", "alert(1)",
+        "Where a step goes", "1 evaluations between the steps: 2.00 s", "loss: 1 at step 1, 0.1 at step 10; least 0.1, most 1", "alert(1)",
         "throughput: 64.0 samples/s", "peak memory, rank 0: 0 B at step 0, 8.79 KiB at step 9", "time of a step, rank 0: 500 ms at step 0",
         "that were busy: 25 % at step 4, 75 % at step 6", "Worst examples", "Resumed", "Failure", "the FLOPs of a sample are not known",
     ):  # fmt: skip
@@ -103,7 +103,24 @@ def test_a_utilisation_that_cannot_be_is_refused(tmp_path: Path) -> None:
         wb.report(run, flops_per_sample=-1)
     used, how = wb.report(run).mfu
     assert used is None
-    assert 'wb.report(run, flops_per_sample="count", which runs its task' in how
+    assert 'wb.report(run, flops_per_sample="count") counts them in a dry run' in how
+    assert "MFU" not in str(wb.report(run))
+    refused = "MFU: not known, since the peak of cpu is not known"
+    assert str(wb.report(run, flops_per_sample=1e12)).endswith(refused)
+    run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"environment": {"device": "NVIDIA H100 80GB HBM3"}})
+    assert "\n\nMFU: 6.5 %: 64.0 samples/s × 1.00 TFLOP, over " in str(wb.report(run, flops_per_sample=1e12))
+
+
+def test_the_command_prints_the_mfu_or_why_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "run")
+    info = run_directory.read_json(run.path / run_directory.RUN_JSON)
+    info["spec"]["task"] = "text-gpt"
+    run_directory.write_json(run.path / run_directory.RUN_JSON, info)
+    run_directory.write_json(run.path / run_directory.ENVIRONMENT, {"environment": {"device": "cpu"}})
+    assert main(["report", str(run.path), "--mfu"]) == 0
+    assert capsys.readouterr().out.endswith("MFU: not known, since the peak of cpu is not known\n")
+    assert main(["report", str(run.path), "--mfu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mfu_reason"] == "the peak of cpu is not known"
 
 
 @pytest.mark.parametrize(

@@ -396,6 +396,15 @@ def test_before_and_after(by_hand: Make) -> None:
     assert list(found.to_frame()["speedup"]) == pytest.approx(found.speedups)
 
 
+def test_a_comparison_shows_the_losses_and_a_rate_that_is_the_tasks_own(by_hand: Make) -> None:
+    spec = RunSpec(task="clipart-resnet")
+    own = by_hand(spec=spec.to_json()).steps(20).losses(20).ended("finished")
+    given = by_hand(spec=spec.replace(lr=0.1).to_json()).steps(20).ended("finished")
+    found = compare(Run.load(own.path), Run.load(given.path))
+    assert found.labels == ["lr=the task's own", "lr=0.1"]
+    assert [row[-1] for row in found.table.rows] == ["0.1", "–"]
+
+
 def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -> None:
     """Two runs of one program were shown with 1.04×, and nothing said that their own steps vary by more."""
     chance = random.Random(1)
@@ -418,9 +427,9 @@ def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -
     assert 1 in found.ranges[1]
     assert found.ranges[2] is not None
     assert found.ranges[2].low > 1.5
-    assert found.table.rows[0][-1] == "–"
-    assert found.table.rows[1][-1].endswith("×, within noise")
-    assert found.table.rows[2][-1].endswith("×")
+    assert found.table.rows[0][-2] == "–"
+    assert found.table.rows[1][-2].endswith("×, within noise")
+    assert found.table.rows[2][-2].endswith("×")
     assert "as in workbench what-changed" in str(found)
     frame = found.to_frame()
     assert list(frame["within_noise"]) == [None, True, False]
@@ -432,7 +441,7 @@ def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -
     assert found.ranges[2].high == pytest.approx(1 / change.ratio.low)
     short = compare(Run.load(by_hand().steps(8).ended("finished").path), base)
     assert short.within_noise == [None, None]
-    assert short.table.rows[1][-1] == "too few steps to tell"
+    assert short.table.rows[1][-2] == "too few steps to tell"
     assert short.facts()[1]["low"] is None
 
 

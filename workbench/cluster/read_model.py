@@ -257,14 +257,16 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
         clips=isinstance(target, RunSpec) and target.clip_grad_norm is not None,
         notes=(
             f"{units.percent(first.outside)} of forward and backward at the roofline are operators without FLOPs (elementwise, norms, "
-            "copies), as the model has them: compiled or fused they take less; a plan of a Transformer by its sizes has products and "
-            "attention alone, at the share of the peak that fused models reach",
+            "copies), as the model has them: compiled or fused they take less",
+            "all operators are taken to reach the same share of the roofline; wb.estimate_time has a share for each kind of operator, so "
+            "that its step of one GPU is another, though within these ranges as a rule",
             f"bytes per parameter as counted: {weights:.3g} of weights, {gradients:.3g} of gradients, {optimizer:.3g} of the optimizer's "
             "states; a Transformer by its sizes is planned with 16-bit weights unless it is fp32: 2, 4 and 12",
-            "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
-            f"a Transformer only; no step is faster than the host launches the {first.operators:,} operators of each micro-batch "
+            f"no step is faster than the host launches the {first.operators:,} operators of each micro-batch "
             f"({units.seconds(first.operators * LAUNCH.mid)}; {units.seconds(first.operators * LAUNCH.low)} … "
             f"{units.seconds(first.operators * LAUNCH.high)})",
+            "counted by fake runs on one rank, operators at the roofline of the GPU; tensor and pipeline parallelism are planned for "
+            "a Transformer only",
             *notes,
         ),
     )

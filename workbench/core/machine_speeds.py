@@ -172,13 +172,14 @@ class MachineSpeeds(display.Shown, JsonDataclass):
                 rows.append([what, value, spread, units.times(self.slowness(name)) if name in FITTED_ON else units.MISSING])
         m = self.machine
         return display.Table(
-            columns=("to …", "takes, or gives", "middle half", "factor on limits"),
+            columns=("to …", "takes, or gives", "middle half", "slower by"),
             rows=rows,
             title=f"Speeds of {m.host}: {m.cpu}, {m.cores:g} cores, Python {m.python}, torch {m.torch or 'not installed'}",
             note=display.notes(
                 [
                     f"measured {self.date}, medians, and the middle half of the blocks" if self.date else "not measured yet",
-                    "factor on limits: how much slower this is than where the limits of verdicts were fitted, by which they are scaled",
+                    "slower by: seconds here over those where the limits of verdicts were fitted, which are multiplied by it; below 1×: "
+                    "faster than there",
                     *self.notes,
                 ]
             ),

@@ -243,7 +243,7 @@ class _Exam:
         if sampler is None:
             return self._said("fine", "its sampler needs no set_epoch")
         if isinstance(sampler, ResumableSampler):
-            return self._said("fine", "batches(loader) of its sampler begins each epoch")
+            return self._said("fine", "its sampler's batches(loader) calls set_epoch for each epoch")
         once, again = (list(map(repr, itertools.islice(iter(sampler), 1000))) for _ in range(2))
         if once == again and len(set(once)) > 1:
             return self._said(

@@ -22,7 +22,7 @@ OF_RERUNS = ("steps", "watch", "profile", "kind")
 """Fields of a spec that a short training sets by itself."""
 MAY_BE_LEFT = ("versions", "data", "code", "git", "environment")
 """Sections whose differences a training of today has only if something put them back."""
-OF_THE_MACHINE = ("host", "cores", "GPUs", "started", "platform", "cpu", "cpu capability", "device")
+OF_THE_MACHINE = ("host", "cores", "GPUs", "boot", "platform", "cpu", "cpu capability", "device")
 """What of "environment" is the machine itself."""
 
 
@@ -208,7 +208,7 @@ def _code(a: Run, b: Run, infos: Sequence[Mapping[str, Any]], ask_git: bool) -> 
     if sides[0] and sides[1] and sides[0] != sides[1]:
         return sides[0], Change(name=CODE, code=sides[1]), ""
     if sides[0] == sides[1]:
-        return sides[0], None, "git was not there when they ran, and the folder has one of the two versions at most"
+        return sides[0], None, "the runs were in no git repository, so the folder has one of the two versions at most"
     return sides[0] or sides[1], None, f"that of run {'A' if sides[0] is None else 'B'} cannot be had: {whys[0] or whys[1]}"
 
 

@@ -94,10 +94,11 @@ MAX_COST = 0.01
 """Largest fraction of the time that sampling may take. Deep stacks are sampled less often to stay below it. Chosen: below the noise of a
 block. With twice as much, lines are known sooner, and steps measured 1 % longer."""
 USER, PACKAGE, LIBRARY, OURS = range(4)
-"""Whose code a file is: the user's; an installed package's; torch's or Python's; the workbench's, where it calls the user's code."""
+"""Whose code a file is: the user's; an installed package's; torch's, Python's or the workbench's; the workbench's where it calls the user's
+code."""
 SAMPLE_CODE = ("train/tasks.py", "train/models.py", "data/samples.py")
 """Files of the workbench that count as the user's."""
-ENGINES = ("harness/", "timeline/", "diagnos")
+ENGINES = ("harness/", "timeline/", "diagnos", "programs/")
 """Beginnings of paths of files that call the user's code. So do all files in folders named `measure`."""
 TYPED = ("<stdin>", "<string>", "<console>", "<ipython")
 """Beginnings of file names of code that a user has typed."""
@@ -346,7 +347,7 @@ def _whose(path: str) -> int:
         inner = path.removeprefix(f"{ROOT.as_posix()}/")
         if "measure" in inner.split("/") or inner.startswith(ENGINES):
             return OURS
-        return USER if inner in SAMPLE_CODE else PACKAGE
+        return USER if inner in SAMPLE_CODE else LIBRARY
     if path.startswith("<"):
         return USER if path.startswith(TYPED) else LIBRARY
     if path.startswith(_TORCH_FILES) or "/torchinductor_" in path:

@@ -15,7 +15,7 @@ from workbench.core.codec import to_json
 from workbench.core.display import table as display
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
-from workbench.runs.compare import without_steps
+from workbench.runs.compare import provenance, without_steps
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import ScriptSpec
 
@@ -88,12 +88,12 @@ class Budget:
     """The run's value; nan if it was not measured."""
 
     @property
-    def state(self) -> Literal["kept", "exceeded", "not measured"]:
-        """Is the limit kept?"""
+    def state(self) -> Literal["met", "exceeded", "not measured"]:
+        """Is the limit met?"""
         if math.isnan(self.measured) or math.isnan(self.limit):
             return "not measured"
-        kept = self.measured <= self.limit if QUANTITIES[self.name].most else self.measured >= self.limit
-        return "kept" if kept else "exceeded"
+        met = self.measured <= self.limit if QUANTITIES[self.name].most else self.measured >= self.limit
+        return "met" if met else "exceeded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class RunCheck(display.Shown):
     @property
     def ok(self) -> bool:
         """Did the run finish well, and is every limit met? A limit on something that was not measured is not met."""
-        return self.run.ok and all(budget.state == "kept" for budget in self.budgets)
+        return self.run.ok and all(budget.state == "met" for budget in self.budgets)
 
     @property
     def differences(self) -> str:
@@ -138,13 +138,19 @@ class RunCheck(display.Shown):
                     why = "; the loss of a script is not recorded: a limit on it is for tasks"
                 which = "the run" if run is self.run else "the run to compare with"
                 failed.append(f"{which}, {run.name}, has no {', '.join(missing)}{why}")
-        what = ["step: the mean of the slowest rank after its warm-up"] if any(budget.name == "step" for budget in self.budgets) else []
+        names = {budget.name for budget in self.budgets}
+        what = ["step: the mean of the slowest rank after its warm-up"] if "step" in names else []
+        if "peak_memory" in names and provenance(self.run)["environment"].get("device") == "cpu":
+            what.append(
+                "peak_memory: the resident memory of the process, Python and libraries included, since it had no GPU; "
+                "estimate_memory counts tensors alone"
+            )
         beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine identical runs differ by 10 % or more"]
-        beside += [f"the two differ in {self.differences}: a limit may be kept or exceeded because of that"] if self.differences else []
+        beside += [f"the two differ in {self.differences}: a limit may be met or exceeded because of that"] if self.differences else []
         return display.Table(
             columns=("", "measured", "limit", ""),
             rows=rows,
-            title=f"{self.run.name}: {'all budgets are kept' if self.ok else 'not all budgets are kept'}",
+            title=f"{self.run.name}: {'all limits are met' if self.ok else 'not all limits are met'}",
             note=display.notes([*what, *failed, *beside]),
         )
 

@@ -33,7 +33,7 @@ class Comparison(display.Shown):
         names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
         if not names or "kind" in names:  # equal specs, or a task beside a script
             return [f"{run.name} ({i})" for i, run in enumerate(self.runs, 1)]
-        return [", ".join(f"{name}={word(spec[name])}" for name in names) for spec in specs]
+        return [", ".join(f"{name}={word(spec[name], name)}" for name in names) for spec in specs]
 
     def seconds(self, phase: str | None = None) -> list[float]:
         """Mean seconds of a phase (None: of the step) of each run, over its ranks; the phases add up to the step."""
@@ -78,11 +78,12 @@ class Comparison(display.Shown):
     def table(self) -> display.Table:
         """One row per run."""
         changes = self._changes
+        ranges = [units.MISSING, *map(_range_as_text, changes[1:])]
         waits, computing = (self._sums(phases) for phases in (("data_wait",), ("forward", "backward", "optimizer")))
         rows = [
-            [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up), left_open]
-            for label, step, wait, computes, run, up, left_open in zip(
-                self.labels, self.seconds(), waits, computing, self.runs, self.speedups, map(_range_as_text, changes), strict=True
+            [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up), left_open, loss]
+            for label, step, wait, computes, run, up, left_open, loss in zip(
+                self.labels, self.seconds(), waits, computing, self.runs, self.speedups, ranges, map(_loss_as_text, self.runs), strict=True
             )
         ]
         note = (
@@ -95,9 +96,8 @@ class Comparison(display.Shown):
                 f"; the range is what the runs' own steps leave open of the {' or the '.join(statistics)}, as in workbench what-changed, "
                 "and two launches of one program may differ by more"
             )
-        rows[0][-1] = units.MISSING
         return display.Table(
-            columns=("run", "step", "waits for data", "computes", "throughput", "speedup", "range"),
+            columns=("run", "step", "waits for data", "computes", "throughput", "speedup", "range", "last loss"),
             rows=rows,
             title="Before and after",
             note="\n".join((note, *self.notes)),
@@ -152,14 +152,26 @@ class Comparison(display.Shown):
         return f"Comparison({', '.join(self.labels)})"
 
 
+def _loss_as_text(run: Run) -> str:
+    loss = last_loss(run)
+    return units.MISSING if math.isnan(loss) else f"{loss:.4g}"
+
+
 def _range_as_text(change: tuple[Interval, bool, str] | None) -> str:
     if change is None:
         return "too few steps to tell"
     return f"{units.times(change[0].low)} … {units.times(change[0].high)}{', within noise' * change[1]}"
 
 
-def word(value: object) -> str:
-    """The value of a knob or an argument in a table."""
+def last_loss(run: Run) -> float:
+    """The last loss that a run reported; nan = none, as of a script."""
+    return next((float(row["loss"]) for row in reversed(run.metric_rows) if row.get("loss") is not None and "lr" in row), math.nan)
+
+
+def word(value: object, name: str = "") -> str:
+    """The value of a knob or an argument in a table; `name`: of the knob, of which some default to what the task has."""
+    if value is None and name in ("lr", "optimizer"):
+        return "the task's own"
     return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
@@ -209,7 +221,7 @@ def provenance(run: Run) -> Sections:
     recorded, git = (read_or_none(run.path / name) for name in (run_directory.ENVIRONMENT, run_directory.GIT))
     spec = {name: value for name, value in run.spec.to_json().items() if name != "kind"}
     boot = _dict(info.get("machine")).get("boot")
-    machine = {"host": info.get("host"), "cores": info.get("cores"), "GPUs": info.get("gpus"), **({"started": boot} if boot else {})}
+    machine = {"host": info.get("host"), "cores": info.get("cores"), "GPUs": info.get("gpus"), **({"boot": boot} if boot else {})}
     rows = run.metric_rows
     losses = [row["loss"] for row in rows if row.get("loss") is not None and "lr" in row]
     figures = {name: value for row in rows for name, value in row.items() if name not in METRIC_KEYS}

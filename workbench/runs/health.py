@@ -274,7 +274,7 @@ def slow_ranks(timelines: Sequence[Timeline]) -> list[Fault]:
             more = f", and {_more(len(spans) - 1)}" if len(spans) > 1 else ""
             by = median(value - usual for begin, end in spans for value in smooth[begin:end])
             message = (
-                f"rank {rank} is slower than usual by {units.seconds(by)} a step, where half of all take {units.seconds(length)} at most, "
+                f"rank {rank} is slower than usual by {units.seconds(by)} a step, where the median step takes {units.seconds(length)}, "
                 f"in steps {common[first] + 1} to {common[min(last + 3, len(common) - 1)] + 1}{more}; the others wait for it"
             )
             faults.append(Fault(kind="slow rank", step=common[first] + 1, rank=rank, message=message, hint=_SLOW))

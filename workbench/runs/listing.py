@@ -49,7 +49,7 @@ class ListedRun:
     samples_per_sec: float | None
     """As `run.samples_per_sec`, warm-up left out; where no step is measured, mean since the training began; None = not known yet."""
     differs: str
-    """The knobs in which it differs from other runs of its task in the list."""
+    """The knobs in which it differs from other runs of its task in the list, or else its task if there are others."""
     experiment: str = ""
     """What the workbench measured by it, such as "diagnose"; empty = it is a training."""
     script: bool = False
@@ -313,7 +313,8 @@ def _last_steps(path: Path, ranks: int) -> tuple[int | None, float]:
 
 
 def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:
-    """The runs, each with the knobs in which runs of its task differ."""
+    """The runs, each with the knobs in which runs of its task differ, or its task if only that differs from others."""
+    tasks = {spec.get("task", spec.get("script")) for _, spec in read if spec}
     groups: dict[Any, dict[str, set[str]]] = {}
     for _, spec in read:
         values = groups.setdefault(spec.get("task", spec.get("script")), {})
@@ -321,5 +322,7 @@ def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:
             values.setdefault(name, set()).add(repr(value))
     for run, spec in read:
         values = groups[spec.get("task", spec.get("script"))]
-        words = [f"{name}={word(value)}" for name, value in spec.items() if len(values[name]) > 1]
+        words = [f"{name}={word(value, name)}" for name, value in spec.items() if len(values[name]) > 1]
+        if not words and len(tasks) > 1 and "task" in spec:
+            words = [f"task={spec['task']}"]
         yield dataclasses.replace(run, differs=", ".join(words))

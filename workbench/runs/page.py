@@ -17,7 +17,7 @@ from workbench.core.device import Device
 from workbench.core.display.colors import LINE, PHASES, text_on
 from workbench.core.display.table import Table, escape
 from workbench.core.synonyms import accept_synonyms
-from workbench.runs.compare import SECTIONS, provenance
+from workbench.runs.compare import SECTIONS, provenance, word
 from workbench.runs.health import health, new_faults
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
@@ -53,8 +53,9 @@ class Report:
         Observed throughput × FLOPs per sample over the dense peak of all GPUs. Source: PaLM, arXiv:2204.02311, appendix B.
         """
         if self.flops_per_sample is None:
-            hint = '"count", which runs its task on tensors without values, or a number' if isinstance(self.run.spec, RunSpec) else "…"
-            return None, f"the FLOPs of a sample are not known: wb.report(run, flops_per_sample={hint})"
+            count = 'wb.report(run, flops_per_sample="count") counts them in a dry run of its task; '
+            give = f"{count * isinstance(self.run.spec, RunSpec)}wb.report(run, flops_per_sample=…) takes their number"
+            return None, f"the FLOPs of a sample are not known: {give}"
         (peak, words), rate = dense_peak(self.run), self.run.samples_per_sec
         if not peak or not rate > 0:
             return None, words if not peak else "no step was measured"
@@ -113,7 +114,8 @@ class Report:
     def _tables(self) -> Iterable[str]:
         sections = provenance(self.run)
         for section in SECTIONS:
-            rows = [[name, str(value)[:300]] for name, value in sections[section].items()]
+            of_spec = section == "spec"
+            rows = [[name, (word(value, name) if of_spec else str(value))[:300]] for name, value in sections[section].items()]
             yield f"<h2>{section.capitalize()}</h2>{Table(columns=('what', 'value'), rows=rows)._repr_html_()}" if rows else ""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -122,7 +124,13 @@ class Report:
         return Path(path)
 
     def __str__(self) -> str:
-        return run_text(self.run)
+        return run_text(self.run) + (f"\n\n{self.mfu_text}" if self.flops_per_sample is not None else "")
+
+    @property
+    def mfu_text(self) -> str:
+        """The MFU and how it was computed, or why it cannot be said, in a line."""
+        used, how = self.mfu
+        return f"MFU: not known, since {how}" if used is None else f"MFU: {units.percent(used)}: {how}"
 
     def __repr__(self) -> str:
         return f"Report({self.run!r})"
@@ -289,7 +297,8 @@ def _curve(name: str, points: Sequence[tuple[float, float]], text: Callable[[flo
     (width, height), xs, ys = _SIZE, [x for x, _ in points], [y for _, y in points]
     wide, tall = max(xs) - min(xs) or 1, max(ys) - min(ys) or 1
     places = " ".join(f"{width * (x - min(xs)) / wide:.1f},{2 + (height - 4) * (1 - (y - min(ys)) / tall):.1f}" for x, y in points)
-    words = f"{name}: {text(ys[0])} at step {xs[0]:,.0f}, {text(ys[-1])} at step {xs[-1]:,.0f}; from {text(min(ys))} to {text(max(ys))}"
+    words = f"{name}: {text(ys[0])} at step {xs[0]:,.0f}, {text(ys[-1])} at step {xs[-1]:,.0f}; "
+    words += f"least {text(min(ys))}, most {text(max(ys))}"
     return (
         f'<figure><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(words)}">'
         f'<polyline points="{places}" fill="none" stroke="{LINE}" stroke-width="1.6"/></svg>'

@@ -37,6 +37,10 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
             f"the task's dataset() returned a {type(dataset).__name__}; expected a dataset with __len__ and __getitem__, "
             "or a torch.utils.data.IterableDataset"
         )
+    if not stream and not len(dataset):
+        raise TaskError(
+            f"the task's dataset() returned an empty {type(dataset).__name__}: it needs at least one sample; is its path right?"
+        )
     need = spec.micro_batch * spec.accumulation * ranks.world_size
     if not stream and len(dataset) < need:
         raise SpecError(

@@ -368,7 +368,16 @@ class Trainer:
         return self._weights.divisor(batches) if self._weights else len(batches) / self.spec.accumulation
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss."""
+        """Add the gradients of a loss.
+
+        Raises:
+            TaskError: it depends on no parameter.
+        """
+        if not loss.requires_grad:
+            raise TaskError(
+                "the task's loss(model, batch) has no gradient: it depends on no parameter that is trained. Is it cut off by .detach(), "
+                ".item(), torch.no_grad() or argmax, or is every parameter frozen?"
+            )
         with self.phase("backward"):
             self.precision.backward(loss)
 

@@ -335,7 +335,7 @@ class StepTime(display.Shown, JsonDataclass):
         low, mid, high = (units.seconds(getattr(self.seconds, end)) for end in ENDS)
         text = f"{mid} a step ({low} … {high}), {units.rate(self.samples_per_sec.mid)}"
         if self.device.name != CPU.name:
-            text += f", {units.percent(self.mfu.mid)} of the peak"
+            text += f", {units.percent(self.mfu.mid)} of the peak of {units.count(self.peak, 'FLOP/s')}"
         return f"{text}; predicted, " + (f"calibrated on {self.calibration.program}" if self.calibration else "shares of datasheets")
 
     @property

@@ -44,8 +44,11 @@ def _hint(run: Run) -> str:
         more = f"{max(MORE_SECONDS, 3 * run.seconds):.0f}"
         return f"it was stopped, or its budget ended, before: let it run longer, diagnose(…, budget_s={more}) or --budget {more}"
     if isinstance(run.spec, ScriptSpec) and not run.progress[0]:
-        task = f"{os.path.basename(run.spec.script)}:build"
-        return f"no steps of an optimizer were seen. A function of it that returns a wb.Task is diagnosed by its name, diagnose({task!r})"
+        file = os.path.basename(run.spec.script)
+        return (
+            f"no steps of an optimizer were seen. Does it train when it is run (python {file})? If a function in it returns a wb.Task, "
+            f"give that function's name after the file's: {file}:FUNCTION"
+        )
     return "no more steps of an optimizer were seen"
 
 

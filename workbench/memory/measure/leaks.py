@@ -48,6 +48,11 @@ def living() -> list[Tensor]:
     return [tensor for tensor in collector.live_objects() if issubclass(type(tensor), Tensor) and not tensor.is_meta]
 
 
+def _is_module(name: str, module: object) -> bool:
+    """Is it a module under its own name? multiprocessing makes `__mp_main__` another name of `__main__`."""
+    return isinstance(module, types.ModuleType) and name != "__mp_main__"
+
+
 @dataclass(slots=True)
 class _Trail:
     """The path from tensors to an object that keeps them alive. It holds none of them: that would be a referrer as well."""
@@ -72,7 +77,7 @@ class Referrers:
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
         self._names = names or {}
-        self._modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
+        self._modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if _is_module(name, module)}
         self._locals: dict[int, tuple[str, str]] = {}
         for frame in _frames():
             if frame.f_code.co_name != "<module>":

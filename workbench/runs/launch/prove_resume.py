@@ -136,11 +136,11 @@ class ResumeProof(Briefed, display.Shown):
     def table(self) -> display.Table:
         """A row per kill, and the verdict."""
         rows = [
-            [f"step {kill.step}", f"rank {kill.rank}", f"step {kill.resumed_from}", units.seconds(kill.restart_s), self._after(number)]
+            [f"step {kill.step}", f"{kill.rank}", f"step {kill.resumed_from}", units.seconds(kill.restart_s), self._after(number)]
             for number, kill in enumerate(self.kills, 1)
         ]
         title = "Killed and resumed" + f"; a checkpoint every {self.checkpoint_every} steps" * bool(self.checkpoint_every)
-        columns = ("killed in", "by SIGKILL", "resumed from", "to the first step", "after it")
+        columns = ("killed in", "rank killed", "resumed from", "time to the first step", "steps after it")
         return display.Table(columns=columns, rows=rows, title=title, note=self.verdict)
 
     def _after(self, number: int) -> str:

@@ -45,7 +45,7 @@ INPUTS = ("samples", "batch", "random")
 """Parts of a step that no arithmetic makes."""
 CONDITIONS = ("variables", "environment", "versions", "git", "code", "data")
 """Sections of what a run recorded in which a repetition has to agree with it before a machine is blamed."""
-_NOT_CONDITIONS = ("started", "branch")
+_NOT_CONDITIONS = ("boot", "branch")
 _WHERE = {
     "weights": "the weights before the step: the update of the step before it, or memory",
     "buffers": "the buffers before the step: the step before it, or memory",

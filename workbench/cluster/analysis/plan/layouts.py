@@ -233,10 +233,11 @@ def short_list(
         picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
     if not one_size:
         picks.append(("fewest GPUs", _first(layouts.gpus.astype(float), total), "the fewest GPUs on which it fits"))
-    leanest = _first(np.where(soon, used, np.inf), total)
+    as_few = layouts.gpus <= layouts.gpus[[fastest, likely]].max()  # more GPUs always need less each
+    leanest = _first(np.where(soon & as_few, used, np.inf), total)
     simplest = _first(np.where(near, parts, np.inf), total)
     picks.append(("simplest", simplest, f"the fewest kinds of parallelism within {100 * NEAR:.0f} % of the fastest"))
-    picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
+    picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest, on as many GPUs at most"))
     rows: dict[int, list[tuple[str, str]]] = {}
     for role, row, why in following + picks + [("next", row, following[0][2]) for row in _kinds(layouts, order)]:
         known = row in rows

@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.energy import Energy, estimated
-from workbench.cluster.analysis.plan.ranges import ENDS, PlanError, at_ends, between
+from workbench.cluster.analysis.plan.ranges import ENDS, PlanError, at_ends, between, peak_of
 from workbench.cluster.analysis.plan.timing import PARTS
 from workbench.cluster.analysis.plan.workload import MEGATRON, TRAINERS
 from workbench.core import units
@@ -425,7 +425,7 @@ class Plans(Sequence[Plan], display.Shown):
         """One row per plan with intervals; below, how many layouts were ruled out, and why."""
         priced = any(plan.money for plan in self.plans)
         columns = ["plan", "GPUs", "layout", "micro-batch × accumulation", "step", "between", "throughput", "MFU", "memory"]
-        columns += ["exposed", "bubble", f"money of {self.best.steps:,} steps" if priced else "GPU-seconds per sample", "bound"]
+        columns += ["exposed", "bubble", f"money of {self.best.steps:,} steps" if priced else "GPU time per sample", "bound"]
         rows = [
             [
                 ", ".join(plan.roles),
@@ -434,12 +434,12 @@ class Plans(Sequence[Plan], display.Shown):
                 plan.batch,
                 units.seconds(plan.seconds.mid),
                 f"{units.seconds(plan.seconds.low)} … {units.seconds(plan.seconds.high)}",
-                between(plan.samples_per_sec, units.rate),
-                between(plan.mfu, units.percent),
+                units.rate(plan.samples_per_sec.mid),
+                units.percent(plan.mfu.mid),
                 between(plan.needed, units.bytes_) + ", tight" * plan.tight,
-                between(plan.shares["communication"], units.percent),
-                between(plan.shares["bubble"], units.percent),
-                between(plan.money, lambda value: f"{value:,.4g}") if plan.money else f"{plan.gpu_seconds:.3g}",
+                units.percent(plan.shares["communication"].mid),
+                units.percent(plan.shares["bubble"].mid),
+                between(plan.money, lambda value: f"{value:,.4g}") if plan.money else units.seconds(plan.gpu_seconds),
                 plan.bound,
             ]
             for plan in self.plans
@@ -449,14 +449,14 @@ class Plans(Sequence[Plan], display.Shown):
             reasons.setdefault(plan.why, []).extend(plan.roles)
         lines = [f"{', '.join(roles).replace(', choice ', ', ')}: {why}" for why, roles in reasons.items()]
         out = "; ".join(f"{count:,} by {reason}" for reason, count in self.ruled_out.items() if count)
-        times = [plan.seconds.mid for plan in self.plans]
-        lines += ["in the order of speed × the chance that memory suffices, not of time alone"] if times != sorted(times) else []
+        if (times := [plan.seconds.mid for plan in self.plans]) != sorted(times):
+            lines.append("in the order of speed × the chance that memory suffices, not of time alone")
         for why in dict.fromkeys(filter(None, (plan.not_built for plan in self.plans))):
-            lines.append(
-                f"wb.launch cannot run {', '.join(dict.fromkeys(each.layout for each in self.plans if each.not_built == why))}: {why}"
-            )
+            lines.append(f"wb.launch cannot run {', '.join({plan.layout: 0 for plan in self.plans if plan.not_built == why})}: {why}")
         lines.append(f"{self.considered:,} layouts looked at; ruled out: {out or 'none'}")
         lines += [f"bound {bound}: {BOUNDS[bound]}" for bound in dict.fromkeys(plan.bound for plan in self.plans)]
+        peak = units.count(peak_of(self.cluster.device, self.best.precision), "FLOP/s")
+        lines.append(f"MFU: of the dense peak of a GPU in {self.best.precision}, {peak}")
         return display.Table(
             columns=columns,
             rows=rows,

@@ -286,7 +286,8 @@ class PlanSearch:
         times = f"{held.low:g}" if held.low == held.high else f"{held.low:g} … {held.high:g}"
         source = "as given" if self.held_given else HELD_SOURCES[bool(self.workload.counted)]
         return (
-            f"between: the range of a step's time, if kernels reach {kernels} of the dense peak ({reached}), and collectives {links}",
+            f"between: the range of a step's time, if kernels reach {kernels} of the dense peak, and collectives {links}",
+            f"that share of the peak: {reached}",
             f"memory between: the allocator holds {times} times what is predicted, {source}, "
             f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: the work of a pipeline's first and last stage outside their layers, stragglers, the loader, checkpoints on disk",
