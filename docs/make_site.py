@@ -103,7 +103,7 @@ def main() -> int:
     """Write the pages into build/docs/pages, and the site into build/docs/site; returns MkDocs's exit status."""
     folder = BUILD / "docs"
     shutil.rmtree(folder, ignore_errors=True)
-    print("docs: pages, pictures, then the site: about a minute", flush=True)
+    print("docs: pages, pictures, then the site: one to three minutes", flush=True)
     texts, pictures = pages()
     for page, text in texts.items():
         (path := folder / "pages" / page).parent.mkdir(parents=True, exist_ok=True)

@@ -384,7 +384,7 @@ class Timeline(display.Shown):
             return display.notes([f"no step was {kind} on rank {self.rank}", *self.notes])
         text = f"{kind} on rank {self.rank}, {self.clock} clock: {self.count} steps"
         if self.left_out:
-            text += f", the first {self.left_out} left out as warm-up"
+            text += f", the first {self.left_out if self.left_out > 1 else 'one'} left out as warm-up"
         if slowed := [step.index for step in self.steps if step.index in self.profiled]:
             text += f", and steps {min(slowed)} to {max(slowed)}, which a profiler slowed down"
             if self.clock == "host" and self.memory is not None:

@@ -135,7 +135,8 @@ class WhatChanged(display.Shown, JsonDataclass):
         what = self._what
         said = f"Run B's {what} is {over(self.ratio.mid)} that of run A"
         if self.kind == "nothing":
-            vary = "and the steps of the runs themselves vary as much" if 0 in self.change else "which is too little to look for a reason"
+            own = "the steps of the runs themselves vary" if self.of == "time" else "two trainings of one program may differ"
+            vary = f"and {own} as much" if 0 in self.change else "which is too little to look for a reason"
             return f"Nothing to explain: {said[0].lower()}{said[1:]}, {vary} ({_ends(self.ratio)}){self._alike}."
         today = self._ratio(self.owner) if self.owner else self.today
         if self.kind == "owner":

@@ -165,7 +165,7 @@ class _Arms:
     def known(self) -> str:
         """The gap so far, in words."""
         gap = gap_of(self.evidence(1, None, None))
-        return f"{units.percent(gap.efficiency)} of linear" + (f", most by {gap.cause}" if gap.cause else "")
+        return f"{units.percent(gap.efficiency)} of linear" + (f"; the largest part of the gap so far: {gap.cause}" if gap.cause else "")
 
     def clear(self) -> bool:
         """Is every part known closely enough?"""

@@ -182,7 +182,9 @@ def phases(now: Snapshot) -> str:
     shown = chosen(measured)
     longest = max(rank.seconds for rank in measured)
     steps, left_out = measured[0].steps - measured[0].left_out, measured[0].left_out
-    what = f"mean of {units.several(steps, 'step')}" + (f", the first {left_out} left out as warm-up" if left_out else "")
+    what = f"mean of {units.several(steps, 'step')}" + (
+        f", the first {left_out if left_out > 1 else 'one'} left out as warm-up" if left_out else ""
+    )
     if len(shown) < len(measured):
         what = f"last {units.several(steps, 'step')}; {len(shown)} of {len(measured):,} ranks: the first, and those with the extreme values"
     rows = "".join(
