@@ -19,6 +19,7 @@ from workbench.runs.task import Task, TaskError
 from workbench.train import loop, trainer
 from workbench.train.optimizers import build_optimizer
 from workbench.train.ranks import Ranks
+from workbench.train.sharded_tensors import clip_gradients
 from workbench.train.trainer import Trainer
 
 
@@ -283,3 +284,12 @@ def test_an_optimizer_that_cannot_train_here_says_why() -> None:
     assert build_optimizer(frozen, torch.optim.AdamW).param_groups
     with pytest.raises(ValueError, match="Invalid learning rate"):
         build_optimizer(toy_tasks.network(), lambda weights: torch.optim.SGD(weights, lr=-1.0))
+
+
+def test_sparse_gradients_are_not_clipped_and_lazy_modules_not_trained(alone: Ranks) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TaskError, match=r"clip_grad_norm=1\.0: the gradient of a parameter of shape \(4, 2\) is sparse, .*sparse=False"):
+        clip_gradients(model.parameters(), 1.0, torch.device("cpu"))
+    with pytest.raises(TaskError, match="lazy modules, whose parameters have no shape yet: call the model once in it"):
+        Trainer(spec_of(), toy_tasks.numbers(model=lambda: nn.Sequential(nn.LazyLinear(2))), alone)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workbench.runs.task import TaskError
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -119,8 +121,17 @@ def clip_gradients(
 
     Returns:
         The norm before, in fp32 on its device, which is not waited for.
+
+    Raises:
+        TaskError: a gradient is sparse.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+    sparse = [tuple(weight.shape) for weight in with_gradients if weight.grad is not None and weight.grad.layout != torch.strided]
+    if sparse:
+        raise TaskError(
+            f"clip_grad_norm={limit}: the gradient of a parameter of shape {sparse[0]} is sparse, and torch has no norm of those; try "
+            "nn.Embedding(…, sparse=False), or leave clip_grad_norm out"
+        )
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in with_gradients:
         assert parameter.grad is not None

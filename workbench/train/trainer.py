@@ -108,6 +108,11 @@ class Trainer:
         self.module = build_model(task) if module is None else module
         readers = self.layout.readers
         own_seed = spec.seed * readers.world_size + readers.rank
+        if any(map(nn.parameter.is_lazy, self.module.parameters())):
+            raise TaskError(
+                "the task's model() returned lazy modules, whose parameters have no shape yet: call the model once in it, as with "
+                "model(torch.zeros(1, 16)), and return it then"
+            )
         hidden = hidden_names(self.module)  # before it is cut or split: no rank then has all blocks
         apply_checkpointing(self.module, spec.checkpointing)
         self.pipeline = self._pipeline(own_seed, passed) if self.layout.pipeline else None
