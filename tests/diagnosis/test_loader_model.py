@@ -56,6 +56,16 @@ def test_waiting_is_divided_by_the_workers_until_training_binds() -> None:
     assert SLEEPS.data_wait(8) == pytest.approx(0.0)
 
 
+def test_workers_limit_no_step_that_more_of_them_leave_as_it_is() -> None:
+    """The first batch of an epoch is waited for however many there are; near the recommended number, workers were blamed for it."""
+    feeding = LoaderModel(cpu=0.003, blocked=0.139, worker_cpu=0.003, compute=0.0142, cores=2, epoch=64)
+    steps = {n: feeding.step(n, persistent_workers=True) for n in range(1, 13)}
+    assert steps[9] == pytest.approx(steps[12])
+    assert feeding.loader(9) > feeding.loader(12) * 1.2
+    for n in range(1, 12):
+        assert (feeding.binds(n) == "workers") == (steps[n] > 1.001 * steps[n + 1]), n
+
+
 def test_computing_is_divided_by_the_cores_that_training_leaves() -> None:
     assert DECODES.step(1) == pytest.approx(0.032)
     assert DECODES.step(2) == pytest.approx((0.032 + 0.001 + 0.010) / 2)

@@ -363,10 +363,13 @@ class LoaderModel:
         """Which term limits the step: "in turn" (no workers), "workers", "cores", "hand-over" or "compute"."""
         if num_workers == 0:
             return "in turn"
-        late = self._training(num_workers) - self._own
-        terms = {**self._loader_terms(num_workers), "compute": self._own}
-        if late > 0:
-            terms["cores"] = max(terms["cores"], self._own + late)
+        training = self._training(num_workers)
+        first = last = 0.0
+        if self.epoch:  # as in `step`: training waits for the first batch of an epoch, and the loader is done before the last is trained on
+            first, last = (self._worker + self.blocked) / self.epoch, self.compute / self.epoch
+        terms = {name: seconds + last for name, seconds in self._loader_terms(num_workers).items()} | {"compute": self._own + first}
+        if training > self._own:
+            terms["cores"] = max(terms["cores"], training + first)
         return max(terms, key=terms.__getitem__)
 
     def recommend(self, *, most: int | None = None, prefetch_factor: int = 2, shm_bytes: float | None = None) -> int:
