@@ -513,3 +513,25 @@ def test_what_cannot_be_compared_is_refused() -> None:
         wb.diverge(3, 4, batch=X)
     with pytest.raises(ValueError, match="a step of the one has 16 samples, of the other 8"):
         wb.diverge(wb.RunSpec(task="text-gpt", micro_batch=8, nproc_per_node=2), wb.RunSpec(task="text-gpt", micro_batch=8))
+
+
+class Counting(nn.Linear):
+    """Has a state beside its tensors."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["calls"] == 3
+
+
+def test_a_state_beside_the_tensors_is_no_entry() -> None:
+    torch.manual_seed(0)
+    one = nn.Sequential(Counting(4, 2))
+    found = wb.diverge(one, copy.deepcopy(one), batch=torch.randn(3, 4), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+    assert found.verdict != "bug"
+    assert "_extra_state" not in str(found)
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        other[0].weight += 1.0
+    assert "0.weight" in str(wb.diverge(one, other, batch=torch.randn(3, 4)))

@@ -60,7 +60,7 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
         trainer.phase = recorder.phase_of_step
         with contextlib.closing(trainer.batches()) as batches, in_fp64(double):
             recorder.step = 0
-            for name, value in module.state_dict().items():
+            for name, value in tensors_in(module).items():
                 recorder.value("start", name, value)
             for step in range(1, steps + 1):
                 if step > 1 and enough():
@@ -94,7 +94,7 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
             optimizer = pair.optimizer(model.parameters()) if pair.optimizer else None
             recorder = Recorder(model, operators=not is_compiled(model))
             recorder.step = 0
-            for name, value in model.state_dict().items():
+            for name, value in tensors_in(model).items():
                 recorder.value("start", name.replace("_orig_mod.", ""), value)
             for step in range(1, steps + 1 if optimizer else 2):
                 if step > 1 and enough():
@@ -117,16 +117,21 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
     return recorder.entries
 
 
+def tensors_in(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module's state_dict, which may have other states (`get_extra_state`), too."""
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
 def _finish(recorder: Recorder, model: nn.Module, loss: Tensor, update: Callable[[], object], optimizer: Any, scale: float = 1.0) -> None:
     """Record loss and gradients, let the optimizer step, and record what it leaves."""
     recorder.value("forward", LOSS, loss)
     for name, weight in reversed(list(model.named_parameters())):
         if weight.grad is not None:
             recorder.value("backward", name.replace("_orig_mod.", ""), weight.grad / scale)
-    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    before = {name: value.detach().clone() for name, value in tensors_in(model).items()}
     with recorder.update(optimizer):
         update()
-    for name, value in model.state_dict().items():
+    for name, value in tensors_in(model).items():
         changed = value.detach() - before[name] if value.is_floating_point() else value
         recorder.value("optimizer", CHANGE + name.replace("_orig_mod.", ""), changed)
     for name, buffer in model.named_buffers():

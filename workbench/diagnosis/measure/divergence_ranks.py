@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.diagnosis.measure.divergence import CHANGE, doubled, in_fp64, joined
+from workbench.diagnosis.measure.divergence import CHANGE, doubled, in_fp64, joined, tensors_in
 from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, modes_of, options_of, sketch, uncompiled
 from workbench.harness.batches import tensors_of
 from workbench.harness.restore import process_settings
@@ -111,7 +111,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
         trainer = Trainer(spec, task, ranks, module=build_model(task).double() if double else None)
         module, recorder = trainer.module, RanksRecorder(trainer)
         with contextlib.closing(trainer.batches()) as batches, in_fp64(double):
-            for name, value in module.state_dict(keep_vars=True).items():
+            for name, value in tensors_in(module).items():
                 recorder.value("start", name, full_tensor(value))
             for step in range(1, steps + 1):
                 recorder.begin(step)
@@ -130,11 +130,11 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                 for name, weight in reversed(list(module.named_parameters())):
                     if weight.grad is not None:
                         recorder.value("backward", name, _whole_gradient(weight) / (1.0 if scale is None else float(scale)))
-                before = {name: full_tensor(value).detach().clone() for name, value in module.state_dict(keep_vars=True).items()}
+                before = {name: full_tensor(value).detach().clone() for name, value in tensors_in(module).items()}
                 if recorder.keeps:
                     recorder.entries += options_of(trainer.optimizer, module, step)
                 trainer.update()
-                for name, value in module.state_dict(keep_vars=True).items():
+                for name, value in tensors_in(module).items():
                     now = full_tensor(value).detach()
                     recorder.value("optimizer", CHANGE + name, now - before[name] if now.is_floating_point() else now)
                 for name, buffer in module.named_buffers():
