@@ -648,6 +648,20 @@ def test_a_diagnosis_of_slow_steps_takes_its_budget_and_a_few_steps(budget: floa
     assert "no optimizer step" in evidence.left_out
 
 
+def test_steps_that_get_slower_once_blocks_are_planned_do_not_exceed_the_budget(work: Clock) -> None:
+    """Blocks of 0.3 s of a quiet moment took 6 s each beside other processes: 36 s of a budget of 8 s."""
+    training, calls = Training(), [0]
+
+    def step(batch: Any) -> None:
+        calls[0] += 1
+        training.step(batch)
+        work.now += 5e-4 if calls[0] < 20 else 0.05
+
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=8.0)
+    assert evidence.seconds <= 8.0 + 1.0
+    assert evidence.arms["cached"].pairs
+
+
 def beside_others(work: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, budget: float, foreign: float) -> Evidence:
     """The evidence of steps of so many seconds on two cores of which others take some; with one thread they take half as long."""
     monkeypatch.setattr(LoadMeter, "noise", lambda _, spread=0.0, gpu=(): Noise(cores=2.0, foreign=foreign, spread=spread))

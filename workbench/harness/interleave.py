@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,10 @@ from workbench.timeline.watch import Watch
 BLOCK_SECONDS, SHORT_BLOCK_SECONDS = 0.35, 0.25
 """Seconds of a block of the full loop, where steps are not longer than that: usually, and on one CPU whose loader has no queue that a block
 begins with."""
+LONGEST_BLOCK = 4
+"""A block of a single process on a CPU ends, once it has taken so many times its planned seconds, after the step it is in. Chosen: equal
+blocks on a busy machine differ by less. With half, blocks end early that noise makes longer; with twice, a block that was planned by steps
+of a quiet moment takes up to 3 s."""
 MIN_WATCHED_SECONDS = 1e-3
 """Shorter steps run without the clocks of `wb.watch`, except in a block of their own. Chosen: the clocks take 5 µs a step on the machine of
 `FITTED_ON`, half a percent of it."""
@@ -54,6 +58,8 @@ class InterleavedRounds:
         self.pairs = 0
         """Rounds so far, each a pair of neighbouring blocks per variant."""
         self.steps = self.loads = self.warm = 1
+        self._planned = math.inf
+        """Seconds of a block, as long as steps take what they took in the first round."""
         self.whole_passes = False
         """Is a block of the full loop a whole number of passes?"""
         self.recent: deque[Any] = deque(maxlen=MAX_CACHED)  # more of them may hold too many of the workers' file descriptors
@@ -108,6 +114,8 @@ class InterleavedRounds:
             self.steps, self.loads, self.warm = int(per_pass) if self.whole_passes else 1, 1, 0
         self.cost = self._seconds(step, alone)
         """Seconds of a round, about."""
+        if bench.device.type == "cpu" and not self.parallel:  # ranks have to take equally many steps
+            self._planned = max(block, self.steps * step, self.loads * alone)
         self._agree_on_start_up()
         return step
 
@@ -121,6 +129,7 @@ class InterleavedRounds:
 
     def turn(self) -> None:
         """One round. Blocks with and without the loader swap places each time, unless batches differ in shape: then the same are used."""
+        begun = self.bench.clock()
         self.saved.restore_weights()
         varied = self.bench.peers.agree(self.replay.varied)  # ranks have batches of their own, and have to keep one order
         swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
@@ -132,6 +141,8 @@ class InterleavedRounds:
                 part(swapped)
         self._agree_on_start_up()
         self.pairs += 1
+        if math.isfinite(self._planned):
+            self.cost = max(self.cost, self.bench.clock() - begun)
 
     def passes(self) -> int:
         """How many passes over the loader have begun, unless they are so short that every block has some."""
@@ -188,7 +199,7 @@ class InterleavedRounds:
         """The batches of the last full block, again."""
         self.bench.warm(self.replay.give(self.warm))
         self._replayed = self.replay.give(count)
-        return self.bench.run("cached", self._watches["cached"] if self.watched else self._replayed, count)
+        return self.bench.run("cached", self._watches["cached"] if self.watched else self._timely(self._replayed), count)
 
     def clocked(self, count: int) -> None:
         """A block of full steps for the clocks of `wb.watch` only, where they would have disturbed the other blocks."""
@@ -198,8 +209,16 @@ class InterleavedRounds:
             self.watched = False
             self.bench.timings.blocks["full"].pop()
 
+    def _timely(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, until they take LONGEST_BLOCK times as long as was planned."""
+        begun = self.bench.clock()
+        for batch in batches:
+            yield batch
+            if self.bench.clock() - begun > LONGEST_BLOCK * self._planned:
+                return
+
     def _taken(self, count: int) -> Iterator[Any]:
-        for _ in range(count):
+        for _ in self._timely(range(count)):
             batch = self.feed.next()
             if not self.replay.written:
                 self.recent.append(batch)
@@ -207,7 +226,7 @@ class InterleavedRounds:
 
     def source(self, arm: str) -> Iterator[Any]:
         """What a watched loop is given."""
-        return iter(self._replayed) if arm == "cached" else self._taken(self.steps)
+        return self._timely(self._replayed) if arm == "cached" else self._taken(self.steps)
 
     def drain(self) -> None:
         """Take the batches that are ready in the loader's queue."""
