@@ -598,7 +598,7 @@ def test_on_a_busy_machine_no_remedy_is_recommended_whose_gain_is_within_the_noi
             d.remedies = (first, remedy(name="other", low=0.9))
             assert d.next.startswith(f"What {first.name} is predicted to gain, {first.gain}, is within the noise")
             assert first.provable is (f" prove({first.name!r}) tries it now. " in d.next)
-            assert d.next.endswith("Diagnose again when the machine is quieter, or with a larger budget_s.")
+            assert d.next.endswith("Diagnose again when the machine is quieter.")
             assert first.what not in d.next
         d.remedies = (weak, larger)
         assert "A sure gain, whatever the cause: micro_batch=64, 1.29× (1.05× … 1.58×). Diagnose again" in d.next

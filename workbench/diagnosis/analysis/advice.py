@@ -33,6 +33,7 @@ MIN_TRAINING = 0.25
 """Fraction of the step that training takes at the least for fewer threads to be named. Chosen: of less, they change little. It decides
 whether a sentence is there."""
 AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
+QUIETER = "Diagnose again when the machine is quieter."
 MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
@@ -228,7 +229,7 @@ class Advice:
         crowded = is_crowded(self.evidence)
         sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
         also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
-        again = MORE_STEPS if self.evidence.observed else AGAIN
+        again = MORE_STEPS if self.evidence.observed else f"{QUIETER} {self._larger_budget}".strip()
         if misfit := self._misfit(best):
             return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {again}"
         tries = f" prove({best.name!r}) tries it now." if best.provable and not self.evidence.observed else ""

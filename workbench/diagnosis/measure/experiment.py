@@ -247,7 +247,9 @@ class _Experiment:
         rounds, bench = self.rounds, self.bench
         step = rounds.prepare(self.budget / 8, self.budget - bench.elapsed)
         if (least := bench.elapsed + rounds.cost + (LOOK_LEAST + TRY_LEAST) * step) > self.budget:
-            self.too_short = f"with steps of {units.seconds(step)}, about {units.seconds(least)} are needed at least"
+            self.too_short = (
+                f"with steps of {units.seconds(step)}, not all experiments fit: the first of each kind take about {units.seconds(least)}"
+            )
         retries, called = _allocator_retries(bench.device), bench.called
         while True:
             self._say("no loader")
