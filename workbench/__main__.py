@@ -448,16 +448,6 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 where a command raises ValueError, whose message is printed in a line."""
-    try:
-        status = _run(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `workbench report … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
-    return status
-
-
-def _run(argv: list[str] | None) -> int:
     parser, made = _parser()
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])

@@ -434,7 +434,6 @@ def test_a_dict_batch_and_its_own_collate(alone: Ranks, tmp_path: Path) -> None:
         ),
         ({"dataset": lambda: 3}, {}, r"dataset\(\) returned a int; expected a dataset with __len__ and __getitem__, or .*IterableDataset"),
         ({"dataset": lambda: toy_tasks.Stream(count=5)}, {}, r"a stream \(Stream\), ended before it had given rank 0 one micro-batch of 8"),
-        ({"loss": lambda model, batch: model(batch[0]).detach().mean()}, {}, r"returned a tensor without a gradient.*\.detach\(\)"),
         ({"loss": lambda model, batch: 0.5}, {}, r"returned a float; expected a tensor with one number"),
         ({"loss": lambda model, batch: model(batch[0])}, {}, r"returned a tensor of shape \(8, 2\); .* try loss.mean\(\)"),
         ({"loss": lambda model, batch: type("Output", (), {"loss": 1})()}, {}, r"returned a Output; .*model's output has it as .loss"),
@@ -454,10 +453,6 @@ def test_too_few_samples(alone: Ranks, tmp_path: Path) -> None:
     message = r"takes 80 samples \(micro_batch=40 × accumulation=2 × 1 ranks\), and the dataset has 64: try micro_batch=32"
     with pytest.raises(SpecError, match=message):
         train_alone(spec_of(micro_batch=40, accumulation=2), alone, tmp_path / "run")
-    with pytest.raises(SpecError, match=r"the dataset has 64: try fewer ranks, or less accumulation$"):  # micro_batch=1 could not help
-        train_alone(spec_of(micro_batch=40, accumulation=80), alone, tmp_path / "more")
-    with pytest.raises(SpecError, match=r"the task's dataset\(\) is empty, len\(dataset\) is 0"):
-        train_alone(spec_of(), alone, tmp_path / "empty", toy_tasks.numbers(dataset=list))
 
 
 # --- the program

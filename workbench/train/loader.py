@@ -43,13 +43,10 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
         )
     need = spec.micro_batch * spec.accumulation * ranks.world_size
     if not stream and len(dataset) < need:
-        most = len(dataset) // (spec.accumulation * ranks.world_size)
-        tries = f"micro_batch={most}, or fewer ranks, or less accumulation" if most else "fewer ranks, or less accumulation"
         raise SpecError(
             f"one optimizer step takes {need} samples (micro_batch={spec.micro_batch} × accumulation={spec.accumulation} × "
-            f"{ranks.world_size} ranks), and the dataset has {len(dataset)}: try {tries}"
-            if len(dataset)
-            else "the task's dataset() is empty, len(dataset) is 0: does it find its files, and does its filter leave any?"
+            f"{ranks.world_size} ranks), and the dataset has {len(dataset)}: try micro_batch="
+            f"{max(1, len(dataset) // (spec.accumulation * ranks.world_size))}, or fewer ranks, or less accumulation"
         )
     workers: dict[str, Any] = {}
     if spec.num_workers:

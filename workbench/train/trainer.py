@@ -463,7 +463,7 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
     """The task's loss of a batch.
 
     Raises:
-        TaskError: it is not a tensor with one number, or has no gradient where one is needed.
+        TaskError: it is not a tensor with one number.
     """
     loss = task.loss(model, batch)
     if not isinstance(loss, Tensor):
@@ -473,11 +473,6 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
         raise TaskError(
             f"the task's loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; expected a tensor with one number, the mean "
             "over the batch: try loss.mean()"
-        )
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise TaskError(
-            "the task's loss(model, batch) returned a tensor without a gradient, so nothing can be trained by it. Is there a .detach(), "
-            "an .item() or a torch.no_grad() in it or in the model, or does no parameter have requires_grad?"
         )
     return loss.reshape(())
 
