@@ -62,6 +62,17 @@ def test_verdict_why_next() -> None:
     assert repr(d) == f"Diagnosis('input-bound', cause='dataset code', {len(d.remedies)} remedies)"
 
 
+def test_what_no_experiment_tried_is_not_predicted() -> None:
+    """prove("threads=1") said "predicted 1.00× (0.719 … 1.39)" and measured 5.92×."""
+    d = Diagnosis.of(World(threads=1).evidence())
+    for asked in ({"threads": 4}, {"precision": "amp_bf16"}, {"optimizer": "fused"}, {"threads": 4, "num_workers": 2}):
+        assert d.remedy(asked).gain == "not predicted", asked
+    for asked in ({"num_workers": 2}, {"threads": 1}):
+        assert d.remedy(asked).predicted, asked
+    tried = Diagnosis.of(World(threads=2, crowd=2.0).evidence())
+    assert tried.remedy({"threads": 1}).predicted
+
+
 def test_the_note_names_the_first_remedy_that_can_be_proved() -> None:
     d = slow_loader()
     assert "; prove(1) runs the first" in str(d)

@@ -687,7 +687,7 @@ def test_nothing_is_begun_for_which_a_slow_step_would_not_fit(
     (note,) = [note for note in evidence.notes if "no time was left" in note]
     assert note.startswith(f"with steps of {units.seconds(seconds)} no time was left ")
     assert evidence.enough is not None
-    assert note.endswith(f": budget_s={evidence.enough} would probably do")
+    assert note.endswith(f": budget_s={evidence.enough} would probably suffice")
     if foreign and 5 * seconds <= 60:
         assert evidence.arms["threads=1"].saved.mid == pytest.approx(0.5)
         assert "1 thread" not in evidence.left_out

@@ -102,6 +102,8 @@ def test_embedding_tables_of_which_a_step_uses_few_rows_get_sparse_gradients() -
     assert "weight decay and clip_grad_norm_" in first.costs
     assert not first.provable
     assert "are rows of items, users, and a step uses 0.5 % of these rows" in judge(evidence).why
+    on_gpu = remedies(dataclasses.replace(evidence, device="cuda"))["sparse gradients"]
+    assert on_gpu.ceiling, "what a row costs there was not measured"
     for other in (
         dataclasses.replace(evidence, tables=dataclasses.replace(RARE, touched=0.3)),
         dataclasses.replace(evidence, optimizer="Muon"),
@@ -163,7 +165,9 @@ def test_the_advice_begins_with_the_line_of_the_dataset() -> None:
     evidence = World(cpu=0.03).evidence(loading=slow)
     assert judge(evidence).cause == "dataset code"
     what = remedies(evidence)["prepared data"].what
-    assert what.startswith("Make train.py:11 mel_filterbank cheaper, 62 % of making a batch: compute once what is the same for all samples")
+    assert what.startswith(
+        "Make train.py:11 mel_filterbank cheaper (62 % of the time of a batch): compute once what is the same for all samples"
+    )
     assert "what each epoch repeats and is not random" in what
     plain = World(cpu=0.03).evidence(loading=dataclasses.replace(loading, slow_lines=(), collate=0.01))
     assert remedies(plain)["prepared data"].what.startswith("Take whole batches instead of single samples")

@@ -34,8 +34,7 @@ MIN_WATCHED_SECONDS = 1e-3
 STEPS_OF_ITERATOR = 6
 """Steps of a block of an iterator, whose batches cannot be read again."""
 FEW_STEPS = 12
-"""Where the time that is left is enough for no more steps than that, the first round counts. Counted: a round, a trace and a trial
-take 11."""
+"""If there is time for no more steps than this, the first round counts: a round, a trace and a trial take 11 (counted)."""
 MIN_STEPS_PER_PASS = 4
 """Where a pass over the loader has fewer steps, the start of a pass belongs to every block."""
 

@@ -284,7 +284,7 @@ def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> It
 
 
 MIN_TABLE = 100_000
-"""Numbers of an embedding table below which its update is no matter. Chosen: 0.1 ms or so on one core."""
+"""Numbers of an embedding table below which its update costs next to nothing. Chosen: 0.1 ms or so on one core."""
 
 
 @dataclass(slots=True)

@@ -88,8 +88,8 @@ SWITCH = 5e-5
 """Switch interval of the interpreter for a fine sampler, in seconds. Within Python's default of 5 ms, the training thread reaches an
 operator and releases the interpreter there, so that Python code between operators would not be sampled."""
 MIN_LOOKS = 20
-"""Samples from which on shares of lines are told. Chosen: then a share of a tenth is known to a fifteenth. With half, single samples are
-named; with twice, less is said of steps longer than a tenth of a second."""
+"""Samples from which on shares of lines are told. Chosen: then a share of a tenth is known to ± 0.07. With half, a line
+that was sampled once is named; with twice, less is said of steps longer than a tenth of a second."""
 MAX_COST = 0.01
 """Largest fraction of the time that sampling may take. Deep stacks are sampled less often to stay below it. Chosen: below the noise of a
 block. With twice as much, lines are known sooner, and steps measured 1 % longer."""

@@ -187,7 +187,7 @@ class Diagnosis(JsonDataclass):
         term = feeding.binds(loading.num_workers + 1)
         made = loading.cpu if loading.cpu is not None else loading.worker_cpu
         small = term == "compute" and made is not None
-        why = f"they take over only the {units.seconds(made)} of CPU of making a batch" if small else TERMS[term]
+        why = f"all that they can take over is the {units.seconds(made)} of CPU that a batch costs" if small else TERMS[term]
         return f"; more workers: not expected to help ({why}{busy}), see loader_curve"
 
     def remedy(self, which: Choice = None) -> Remedy:

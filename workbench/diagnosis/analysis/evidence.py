@@ -239,7 +239,7 @@ class Evidence(JsonDataclass):
     stalls: Stalls = Stalls()
     gradients: Gradients | None = None
     tables: Tables | None = None
-    """Large embedding tables with a dense gradient; None = there are none, or it was not looked for them."""
+    """Large embedding tables with a dense gradient; None = there are none, or they were not looked for."""
     ranks: tuple[RankEvidence, ...] = ()
     noise: Noise | None = None
     longest_wait: float = math.nan
@@ -259,7 +259,7 @@ class Evidence(JsonDataclass):
     left_out: tuple[str, ...] = ()
     """What the budget left no time for: TRACE, and changes as `what_changes` calls them."""
     enough: int | None = None
-    """Seconds of a budget that would probably do for all of that; None where nothing was left out."""
+    """Seconds of a budget that would probably suffice for all of that; None where nothing was left out."""
     speeds: MachineSpeeds | None = None
     """What basic operations cost on the machine, which scales some limits; None = not measured: they are as they were fitted."""
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -28,7 +28,7 @@ from workbench.diagnosis.analysis.remedy import (
 )
 from workbench.diagnosis.analysis.script_remedies import from_outside, set_by
 from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.analysis.training_remedies import less_own_code, sparse_tables
+from workbench.diagnosis.analysis.untried_remedies import less_own_code, sparse_tables
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
 from workbench.runs.spec import RunSpec, Spec
 

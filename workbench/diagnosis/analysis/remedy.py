@@ -109,7 +109,7 @@ def of_knobs(model: StepModel, change: Mapping[str, Any]) -> Remedy:
     check_names(RunSpec, change)
     name = ", ".join(f"{knob}={value}" for knob, value in change.items())
     predicted = PREDICTED if not model.evidence.observed else OF_LOADER[:3] if model.feeding else ()
-    known = all(knob in predicted and knob != "deterministic" for knob in change)
+    known = all(knob in predicted and knob != "deterministic" for knob in change) and not model.untried(change)
     gain = model.with_cores(**change) if known else Interval(low=0.0, mid=1.0, high=math.inf)
     formula = "the model of the step" if known else "nothing: no experiment has tried it"
     return Remedy(

@@ -301,12 +301,24 @@ class StepModel:
 
     def _tried(self, name: str, value: Any, notes: list[str]) -> float:
         """Seconds that a change saves of a cached step, where a variant tried it."""
-        e = self.evidence
-        arm = {"channels_last": "channels_last", "tf32": "tf32" if value else "", "gc": "no_gc"}.get(name, f"{name}={value}")
+        e, arm = self.evidence, self._arm_of(name, value)
         if arm not in e.arms:
             notes.append(f"{name}={value} was not tried: its effect is not known and left out")
             return 0.0
         return self.costs.replayed * mean_saved(e.arms[arm])
+
+    @staticmethod
+    def _arm_of(name: str, value: Any) -> str:
+        return {"channels_last": "channels_last", "tf32": "tf32" if value else "", "gc": "no_gc"}.get(name, f"{name}={value}")
+
+    def untried(self, change: Mapping[str, Any]) -> list[str]:
+        """Which of these knobs get a new value that only an experiment could predict, and none tried."""
+        by_experiment = ("precision", "channels_last", "tf32", "gc", "optimizer", "threads")
+        return [
+            name
+            for name, value in change.items()
+            if name in by_experiment and value != self.knobs.get(name) and self._arm_of(name, value) not in self.evidence.arms
+        ]
 
     def _reduced(self, ranks: int, notes: list[str]) -> float:
         e = self.evidence

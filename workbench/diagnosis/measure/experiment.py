@@ -214,7 +214,9 @@ class _Experiment:
             if not self.left_out:
                 return evidence
             evidence = replace(evidence, left_out=tuple(self.left_out), enough=math.ceil(self.enough))
-            shortage = f"with steps of {units.seconds(evidence.step)} {evidence.shortage}: budget_s={evidence.enough} would probably do"
+            shortage = (
+                f"with steps of {units.seconds(evidence.step)} {evidence.shortage}: budget_s={evidence.enough} would probably suffice"
+            )
             return replace(evidence, notes=(*evidence.notes, shortage))
         finally:
             meter.close()

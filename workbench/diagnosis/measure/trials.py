@@ -219,7 +219,7 @@ class Trials:
         self.left_out: list[str] = []
         """Changes for which no time was left, in words."""
         self.enough = 0.0
-        """Seconds of a budget that would probably do for all; 0 where none was left out."""
+        """Seconds of a budget that would probably suffice for all; 0 where none was left out."""
         self.begun: Callable[[str], object] = lambda name: None
         """Called with the name of a variant before each of its blocks."""
         self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
