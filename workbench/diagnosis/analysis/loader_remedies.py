@@ -233,8 +233,8 @@ def _cheaper(loading: Loading) -> str:
     fixed = next((item for item in loading.slow_lines if item not in loading.random_lines), None)
     if fixed and fixed[1] >= MIN_LINE:
         return (
-            f"Make {fixed[0]} cheaper ({units.percent(fixed[1])} of the time of a batch): compute once what is the same for all samples, and "
-            "do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize), and store it as arrays."
+            f"Make {fixed[0]} cheaper ({units.percent(fixed[1])} of the time of a batch): compute once what is the same for all samples, "
+            "and do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize), and store it as arrays."
         )
     if not loading.slow_lines and loading.collate:
         return (
