@@ -45,5 +45,5 @@ def test_two_files_of_one_name_are_both_recorded(tmp_path: Path, monkeypatch: py
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(path)
         monkeypatch.setitem(sys.modules, name, module)
-    found = package.imported_code()
+    found = package.imported_sources()
     assert len({found[name] for name in ("a/utils.py", "b/utils.py", "alone.py")}) == 3
