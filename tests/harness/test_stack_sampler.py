@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import workbench as wb
 from workbench.core.package import users_line
 from workbench.harness.results import Place
 from workbench.harness.stack_sampler import StackSampler, place_of
@@ -354,3 +355,12 @@ def test_a_frame_that_is_half_made_is_passed_over() -> None:
     sampler._note(sys._getframe())
     (line,) = sampler.lines()
     assert line[0].endswith("test_a_frame_that_is_half_made_is_passed_over")
+
+
+@pytest.mark.parametrize("file", ["programs/experiment.py", "train/trainer.py", "train/precision.py"])
+def test_a_line_of_the_workbench_is_nobodys(file: str) -> None:
+    """A task whose model is tiny was told that its step is spent in experiment.py."""
+    path = str(Path(wb.__file__).parent / file)
+    assert place_of(frame_in(path, "\ndef step():\n    here()", "step")) is None
+    sample = str(Path(wb.__file__).parent / "train" / "models.py")
+    assert place_of(frame_in(sample, "\ndef forward():\n    here()", "forward")) == Place("models.py:3 forward")

@@ -286,13 +286,15 @@ _SLOW = "another program on its cores or GPU, heat (clocks), a slow disk for its
 
 
 def _spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """(begin, end) of each stretch of at least EPISODE."""
-    spans, begin = [], None
+    """(begin, end) of each stretch of at least EPISODE; those with fewer steps than that between them are one."""
+    spans: list[tuple[int, int]] = []
+    begin = None
     for place, flag in enumerate([*flags, False]):
         if flag and begin is None:
             begin = place
         elif not flag and begin is not None:
             if place - begin >= EPISODE:
-                spans.append((begin, place))
+                joins = spans and begin - spans[-1][1] < EPISODE
+                spans.append((spans.pop()[0] if joins else begin, place))
             begin = None
     return spans
