@@ -871,7 +871,7 @@ def test_a_launched_script_tells_what_changed(tmp_path: Path) -> None:
     assert planted, told
     assert any("a small computation" in text or "of a core" in text for one in planted for text in one["circumstances"])
     faults = [fault.message for fault in wb.health(run).faults if fault.kind == "change"]  # those of a part in one
-    sentences = [rf"\b{one['step']:,}\b.* (the forward|a step) takes \d+ %" for one in planted]
+    sentences = [rf"\b{one['step']:,}\b.* (the forward|a step) takes [\d.]+(×| %)" for one in planted]
     assert any(re.search(rf"\b{one['step']:,}\b", message) for one in planted for message in faults), faults
     assert any(re.search(sentence, note) for sentence in sentences for note in run.notes)
 
