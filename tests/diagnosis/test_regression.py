@@ -28,7 +28,7 @@ from workbench.diagnosis import regression, swaps
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.what_changed import RunDifference, WhatChanged
 from workbench.diagnosis.regression import announced
-from workbench.diagnosis.rerun import QUICK, Arm, Code, Measured, RerunError, Reruns, measured, step_times
+from workbench.diagnosis.rerun import QUICK, Arm, Code, Measured, RerunError, Reruns, measured, step_times, surroundings_of
 from workbench.runs.launch import environment, worktrees
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
@@ -515,6 +515,27 @@ def test_a_variable_that_only_an_imported_file_names_is_tried(tmp_path: Path, em
     earlier = wb.what_changed(a, b)
     assert earlier.changes == ()
     assert "such as an environment variable that only an imported file names, " in earlier.verdict
+
+
+def test_imported_files_that_cannot_be_read_or_lie_elsewhere_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another user ended `what_changed`; and the names come from a run directory, which may be anybody's."""
+    for name in ("locked.py", "open.py", "elsewhere.py"):
+        (tmp_path / name).write_text(f"import os\nos.environ.get('MY_{name[:-3].upper()}')\n")
+        monkeypatch.setenv(f"MY_{name[:-3].upper()}", "1")
+    (tmp_path / "project").mkdir()
+    for name in ("locked.py", "open.py"):
+        (tmp_path / name).rename(tmp_path / "project" / name)
+    read = Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        if path.name == "locked.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    imported = ("locked.py", "open.py", str(tmp_path / "elsewhere.py"), "../elsewhere.py")
+    _, variables, _ = surroundings_of({"cwd": str(tmp_path / "project")}, RunSpec(task="fashion-mlp"), {}, imported)
+    assert {name for name in variables if name.startswith("MY_")} == {"MY_OPEN"}
 
 
 def test_what_is_not_committed_stops_no_experiment_where_it_is_documentation_or_leads_to_data(repository: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,18 @@ def test_an_evaluation_of_validation_batches_is_tried(in_training_mode: bool) ->
     (check,) = sanity.check(training, Impatient(), ["modes"])
     assert check.passed is not in_training_mode, check
     assert f"evaluate runs in {'training' if in_training_mode else 'evaluation'} mode" in check.figure
+
+
+def test_between_two_checks_the_filters_of_warnings_are_the_caller_s() -> None:
+    """The checks had changed filters open over their yields: what the caller set in between was undone at their end."""
+    training = of_task(task(), wb.RunSpec(task="sound", device="cpu"), ())
+    with warnings.catch_warnings():
+        before = warnings.filters[:]
+        for _ in sanity.check(training, Impatient(), ["inputs", "modes"]):
+            assert warnings.filters == before
+            warnings.filterwarnings("ignore", "set by the caller")
+            before = warnings.filters[:]
+        assert warnings.filters == before
 
 
 def test_labels_from_which_few_samples_teach_nothing_are_doubtful() -> None:

@@ -317,6 +317,23 @@ def test_the_load_of_a_launch_is_measured_while_its_ranks_take_steps(tmp_path: P
     assert load.wanted == pytest.approx(0.7 / (1 - 0.375))
 
 
+def test_a_rank_that_is_gone_while_its_run_still_counts_as_running_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was read once: the time that passed until it was last read was 0, and the answer ended in a ZeroDivisionError."""
+    now = [0.0]
+    (tmp_path / "rank0.jsonl").write_text(json.dumps({"rank": 0, "world_size": 1, "pid": 70}) + "\n")
+    module = "workbench.diagnosis.why_not_linear"
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(f"{module}.time", clock)
+    monkeypatch.setattr(f"{module}.waited_for_core", lambda _: 100.0 if now[0] < 2 else None)
+    monkeypatch.setattr(LoadMeter, "lap", lambda _: Load(seconds=1, cpu=0, thread_cpu=0, waiting=0, foreign=0.5, ours=0.1))
+    run: Any = Launched("running")
+    run.path = tmp_path
+    line: Any = SimpleNamespace(tick=lambda: None)
+    _wait([(run, 0)], 5, line, load := LaunchLoad(), "all")
+    assert load.waiting == {}
+    assert load.foreign == [0.5] * 5
+
+
 def launched(chance: random.Random, ranks: int, *, noise: float, reduction: float = 0.0) -> list[Timeline]:
     """A launch of a script: it is faster or slower than others by chance, and while it runs the load changes."""
     whole, load, rows = chance.lognormvariate(0, noise), 0.0, list[list[Step]]([] for _ in range(ranks))

@@ -370,6 +370,15 @@ def test_a_model_without_a_loss_gets_that_of_an_estimate() -> None:
     assert found.optimizer_states > 0
 
 
+def test_a_tuple_without_tensors_of_its_own_is_one_batch_as_for_an_estimate() -> None:
+    """It was taken for several batches, and the user's loss ended in a KeyError; only a list is several."""
+    x, y = vectors(64)
+    about: dict[str, Any] = {"loss": lambda net, batch: F.cross_entropy(net(batch[0]["x"]), batch[1]["y"]), "optimizer": "sgd"}
+    predicted = wb.estimate_memory(perceptron(), ({"x": x}, {"y": y}), **about, device="cpu")
+    found = wb.measure_memory(perceptron(), ({"x": x}, {"y": y}), **about, device="cpu")
+    assert abs(found.total - predicted.total) < 0.02 * predicted.total, str(found - predicted)
+
+
 # --- what is refused
 
 

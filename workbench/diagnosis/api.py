@@ -359,7 +359,9 @@ def _diagnose_script(
 def _seconds_to_start(run: Run, began: float) -> float | None:
     """Seconds from a time to the first step of a run; None = it has not taken one."""
     first_step = run.path / run_directory.ENVIRONMENT  # rank 0 writes it then
-    return max(0.0, first_step.stat().st_mtime - began) if first_step.exists() else None
+    with contextlib.suppress(FileNotFoundError):
+        return max(0.0, first_step.stat().st_mtime - began)
+    return None
 
 
 def _foresee_proof(run: Run, script: str, began: float, budget_s: float | None, seen: list[tuple[float, int]]) -> bool:
@@ -405,7 +407,8 @@ def _noting_load(run: Run, foreign: list[float], waiting: list[float], foresee: 
                 if waited is not None and before is not None:
                     waiting.append(min(1.0, max(0.0, waited - before) / (now - at)))
                 at, before = now, waited
-                foreseen = foreseen or foresee()
+                with contextlib.suppress(OSError, ValueError):  # a file that is being written: the load is still measured
+                    foreseen = foreseen or foresee()
 
     thread = threading.Thread(target=look, name="load", daemon=True)
     thread.start()

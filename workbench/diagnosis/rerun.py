@@ -249,20 +249,28 @@ def surroundings_of(
         info: what the run's `run.json` holds.
         spec: the spec of the run.
         kept: the variables that it kept; None = it kept none.
-        imported: the files that it imported, by their paths below where they were found.
+        imported: the files that it imported, by their paths below where they were found; other paths are ignored.
     """
     folder = Path(info.get("cwd") or Path.cwd())
     variables: dict[str, str | None] = {}
     if kept is not None:
         tops = [folder, *map(Path, filter(None, kept.get("PYTHONPATH", "").split(os.pathsep)))]
         tops += [Path(spec.script).parent] if isinstance(spec, ScriptSpec) else []
-        files = [path for name in imported for top in tops if (path := top / name).is_file()]
-        named = named_variables(os.environ, [path.read_bytes() for path in files])
+        below = [name for name in imported if not Path(name).is_absolute() and ".." not in Path(name).parts]
+        files = [top / name for name in below for top in tops]
+        named = named_variables(os.environ, [content for path in files if (content := _read(path)) is not None])
         variables = dict.fromkeys([*kept_variables(os.environ, environment.source_of(spec, folder)), *named])
         variables |= {str(name): str(value) if value else None for name, value in kept.items()}
     command = info.get("command")
     python = command[0] if isinstance(command, list) and command and isinstance(command[0], str) else None
     return folder, variables, python
+
+
+def _read(path: Path) -> bytes | None:
+    """The content of a file; None = there is none, or it may not be read, as one of another user."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes() if path.is_file() else None
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -269,12 +269,14 @@ def _wait(ranks: Sequence[tuple[Run, int]], seconds: float, line: Waiting, load:
             if not all(run.state == "running" for run in runs):  # what one that has ended used is not seen before it is waited for
                 continue
             load.foreign.append(lap.foreign)
+            read = 0
             for place, (run, rank) in enumerate(ranks):
                 pids[place] = pids.get(place) or said_by(run.path, rank).get("pid")  # it is there once the rank takes steps
                 if isinstance(pids[place], int) and (waited := waited_for_core(pids[place])) is not None:
                     last[place] = (time.monotonic(), waited)
                     first.setdefault(place, last[place])
-            ours += [lap.ours] * (len(first) == len(ranks))
+                    read += 1
+            ours += [lap.ours] * (read == len(ranks))  # a process may be gone while its run still counts as running
     if len(ours) > 1:
         pairs = [(last[place][1] - first[place][1], last[place][0] - first[place][0]) for place in range(len(ranks))]
         load.waiting[arm] = [min(1.0, max(0.0, waited) / passed) for waited, passed in pairs]

@@ -39,11 +39,11 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
     """Make the checks, one after the other, as long as there is time. The training is restored after each."""
     keep = SavedState(discover(training.step, *training.models, *training.optimizers))
     try:
-        with uncompiled(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using a target size")  # named as `broadcast_targets`
+        with uncompiled():
             line.say("the first steps")
             try:
-                seen = observe(training)
+                with _without_named_warnings():
+                    seen = observe(training)
             except (KeyboardInterrupt, Exhausted):
                 raise
             except Exception as error:
@@ -58,7 +58,8 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
                     continue
                 line.say(CHECKS[name])
                 try:
-                    results[name] = replace(_JUDGES[name](training, seen, line, results), name=name)
+                    with _without_named_warnings():
+                        results[name] = replace(_JUDGES[name](training, seen, line, results), name=name)
                 except Unjudged as why:
                     results[name] = Check(name=name, passed=None, figure=str(why))
                 except Exception as error:
@@ -68,6 +69,14 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
                 yield results[name]
     finally:
         keep.restore()
+
+
+@contextlib.contextmanager
+def _without_named_warnings() -> Iterator[None]:
+    """Inside, torch does not warn of what a check names: targets of another shape are `broadcast_targets`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using a target size")
+        yield
 
 
 def _short(error: Exception) -> str:

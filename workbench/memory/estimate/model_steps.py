@@ -81,7 +81,7 @@ class ModelSteps:
         model = (copy.deepcopy(target) if isinstance(target, nn.Module) else target()).train()
         if device:
             model = model.to(device)
-        several = isinstance(batch, list | tuple) and not any(isinstance(part, torch.Tensor) for part in batch)
+        several = isinstance(batch, list) and not any(isinstance(part, torch.Tensor) for part in batch)
         task = Task(model=lambda: model, dataset=list, loss=checked(loss) if loss else DefaultLoss(), optimizer=optimizer or "adamw")
         task = trained(task, model)
         return cls(
