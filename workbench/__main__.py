@@ -473,9 +473,14 @@ def main(argv: list[str] | None = None) -> int:
         status = launch(given, script_args) if given.command == "launch" else _RUN[given.command](given)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `workbench report … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+    except BrokenPipeError as error:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # `workbench report … | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 0
+        print(f"workbench: {error}", file=sys.stderr)  # another pipe
+        return 2
     except RunError as error:
         whole = error.failure.stderr and error.failure.place  # what it printed has the traceback
         said = ["" if whole else error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])]

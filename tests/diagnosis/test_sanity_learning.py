@@ -201,6 +201,16 @@ def test_a_rate_that_ruins_the_training_is_not_blamed_on_the_labels(rate: int) -
     assert "look at the learning rate" in found.figure
 
 
+def test_a_loss_that_becomes_negative_is_not_judged() -> None:
+    """A little above zero at first, it may fall to -1."""
+
+    def alike(model: nn.Module, batch: Any) -> Tensor:
+        return 0.01 - F.cosine_similarity(model(batch[0]), F.one_hot(batch[1], CLASSES).float()).mean() + model[2].weight.sum() * 0
+
+    found = checked(task(loss=lambda m, b: alike(m, b) + 0.3), "overfitting")["overfitting"]
+    assert found.passed is None, found
+
+
 def test_what_is_only_doubtful_is_told() -> None:
     assert checked(task(Twins, apart), "gradient flow")["gradient flow"].cause == "cancelled_bias"
     assert "torch.randn_like" in checked(task(Variational, elbo), "modes")["modes"].figure

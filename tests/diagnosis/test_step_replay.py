@@ -291,6 +291,17 @@ def test_of_a_bad_sample_that_overflows_the_higher_precision_is_told(tmp_path: P
     assert "it overflows as well, since in fp64 the same step has a loss of " in str(found)
 
 
+def test_a_replay_without_enough_memory_is_no_fault_of_the_data(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained(tmp_path / "run", alone, "far_out", seed=3)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(step_replay.Replayer, "trial", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        wb.replay(run)
+
+
 def test_the_sample_that_makes_the_task_raise_is_named(tmp_path: Path, alone: Ranks) -> None:
     with pytest.raises(IndexError):
         trained(tmp_path / "run", alone, "no_such_class")

@@ -583,7 +583,8 @@ RNG = "first the random numbers (RNG of torch)"
         ),
         (
             [STEPS[2] | {"gradients": "x"}],
-            "first the gradients (another generator, the gradient scaler, what another rank draws or reads, the: different in",
+            "first the gradients (another generator, the gradient scaler, what another rank draws or reads, the order of a reduction): "
+            "different in",
         ),
         ([STEPS[2] | {"weights": "x"}], "first the weights: different in step 1"),
         ([STEPS[2] | {"others": "not seeded", "samples": "x"}], "first the samples (sampler, position in the data): different in step 3"),

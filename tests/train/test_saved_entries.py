@@ -5,7 +5,7 @@ import datetime
 import inspect
 import sys
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,17 @@ def test_nothing_of_a_result_is_executed(tmp_path: Path) -> None:
     assert list(entries_of(tmp_path / "c.pt")) == ["c.pt"]  # as bytes: torch.load would load its code
     assert entries_of(tmp_path / "b.bin") == {"b.bin": b"other"}
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("named", ["ccollections\nCounter\n", "ctorch._utils\n_rebuild_tensor_v2\n"])
+def test_a_result_changes_no_class_or_function_of_this_process(tmp_path: Path, named: str) -> None:
+    content = named.encode() + b"}S'hacked'\nS'yes'\nsb."
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + content)
+        file.writestr("a/version", b"3\n")
+    assert list(entries_of(tmp_path / "a.pt")) == ["a.pt"]  # as bytes
+    assert not hasattr(Counter, "hacked")
+    assert not hasattr(torch._utils._rebuild_tensor_v2, "hacked")  # type: ignore[attr-defined]
 
 
 class Pair(list[Any]):

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -98,8 +98,22 @@ _NUMPY: Mapping[str, Any] = {
 """What NumPy's pickles name."""
 
 
-class _Unpickler(pickle.Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler  # whose instructions can be replaced
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """Knows what torch's loading with `weights_only` knows, NumPy's arrays and paths; for all else it takes stand-ins."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Give an object its state; a class or function, which others in this process use, gets none."""
+        given = self.stack[-2]
+        if isinstance(given, type) or (not isinstance(given, _Object) and callable(given)):
+            raise pickle.UnpicklingError("a state for a class or function")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         module = module.replace("__builtin__", "builtins")

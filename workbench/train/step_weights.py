@@ -46,7 +46,10 @@ class StepWeights:
         self._all = self._counted
 
     def scaled(self, loss: Tensor, batch: Any) -> Tensor:
-        """The loss of a micro-batch as it is to be added to that of a step: 0 without any target, where the mean is NaN."""
+        """The loss of a micro-batch as it is to be added to that of a step: 0 without any target, where the mean is NaN.
+
+        The gradients of torch's losses with `ignore_index` are 0 then; those of a division by zero in the task are not.
+        """
         weight = weight_of(self._task, batch, self._device)
         return torch.where(weight == 0, torch.zeros_like(loss), loss * (weight / self._usual))
 

@@ -15,6 +15,7 @@ from workbench.core import units
 from workbench.diagnosis.analysis.sanity import CHECKS, Check, judged
 from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, observe
 from workbench.diagnosis.measure.sanity_learning import LARGE_RMS, label_alignment, overfitting
+from workbench.diagnosis.measure.token_targets import LEAK
 from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, LossCall, Watched, module_outputs
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.discover import discover
@@ -28,8 +29,6 @@ DEAD = 0.5
 """Fraction of a layer's ReLUs that are never active. A fresh layer on normalised inputs has few."""
 COPIES = 0.25
 """Fraction of a batch's samples that are exact copies of others."""
-LEAK = 1e-4
-"""Relative change of a sample's output from which on it depends on other samples; rounding changes it by 1e-6."""
 UNEQUAL = 1e-3
 """Relative difference of summed gradients from which on they are not those of the whole batch; rounding makes 1e-6."""
 NORMS = (nn.modules.batchnorm._BatchNorm,)

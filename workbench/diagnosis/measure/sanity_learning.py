@@ -43,7 +43,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
     if math.isnan(first):
         raise Unjudged("the step returns no loss")
-    if first <= 0:
+    if first <= 0 or left < 0:
         raise Unjudged(f"{figure}: how far a loss that may be negative can fall is not known")
     if least > 0.02 * first:
         figure += f", and with these targets it cannot fall below {least:.3g}"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
@@ -29,8 +28,9 @@ from workbench.diagnosis.analysis.step_replay import (
     text,
 )
 from workbench.diagnosis.measure.divergence import doubled, in_fp64
-from workbench.harness.batches import map_tensors, tensors_of
+from workbench.harness.batches import tensors_of, without_sample
 from workbench.harness.restore import process_settings
+from workbench.runs.errors import is_out_of_memory
 from workbench.runs.restarts import checkpoints_of, step_of
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import resolve
@@ -178,6 +178,8 @@ class Replayer:
         try:
             yield
         except Exception as error:
+            if is_out_of_memory(error):  # replaying takes more memory than the run did
+                raise
             self.notes.append(f"the task raised {type(error).__name__} ({error!s:.200}): a loss that is not computed counts as not finite")
 
     def begin(self, taken: Taken) -> None:
@@ -252,17 +254,6 @@ def _verified_part(path: Path, rank: int) -> Path:
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.nan
-
-
-def without(batch: Any, left_out: int, count: int) -> Any:
-    """The batch without one of its samples."""
-
-    def rest(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or len(tensor) != count:
-            return tensor
-        return tensor[torch.arange(count, device=tensor.device) != left_out]
-
-    return map_tensors(rest, batch)
 
 
 def replay(
@@ -474,7 +465,7 @@ def _blamed(
             number = numbers[part][place]
             index = taken.samples[number] if number < len(taken.samples) else number
             say(f"without sample {index}")
-            changed = [without(batch, place, len(numbers[part])) if at == part else batch for at, batch in enumerate(batches)]
+            changed = [without_sample(batch, place, len(numbers[part])) if at == part else batch for at, batch in enumerate(batches)]
             trial = player.trial(f"without sample {', '.join(map(str, [*blamed, index]))}", [taken], others, batches=changed)
             score = math.inf if math.isnan(trial.loss) or math.isnan(trial.gradient) else trial.loss
             if best is None or score < best[0]:
@@ -491,7 +482,7 @@ def _blamed(
             ]
             return [taken.samples[numbers[part][place]] if taken.samples else numbers[part][place] for part, place in rows]
         number = numbers[part].pop(place)
-        batches[part] = without(batches[part], place, len(numbers[part]) + 1)
+        batches[part] = without_sample(batches[part], place, len(numbers[part]) + 1)
         blamed.append(taken.samples[number] if number < len(taken.samples) else number)
         trials.append(trial)
         if ordinary(trial):

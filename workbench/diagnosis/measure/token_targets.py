@@ -10,7 +10,7 @@ from workbench.harness.batches import map_tensors, tensors_of
 from workbench.train.random_numbers import seed_all
 
 LEAK = 1e-4
-"""Relative change of an output from which on it depends on a token; rounding changes it by 1e-6."""
+"""Relative change of an output from which on it depends on another token or sample; rounding changes it by 1e-6."""
 
 
 def of_tokens(seen: Seen) -> Literal["same", "next", ""]:
