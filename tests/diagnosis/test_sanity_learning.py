@@ -103,6 +103,8 @@ FAULTS: dict[str, tuple[wb.Task, str, str]] = {
     "targets in thousands": (task(lambda: perceptron(1), thousands), "overfitting", "target_scale"),
     "all weights zero": (task(all_zero), "gradient flow", "same_units"),
     "all labels the same": (task(data=lambda: (points()[0], points()[1] * 0)), "label alignment", "constant_targets"),
+    "shuffled labels": (task(data=lambda: (points()[0], points()[1][torch.randperm(2048)])), "label alignment", "labels_carry_nothing"),
+    "labels of the next sample": (task(data=lambda: (points()[0], points()[1].roll(1))), "label alignment", "labels_carry_nothing"),
     "targets that are not moved": (task(Language, own_token, sentences), "label alignment", "targets_are_inputs"),
     "no causal mask": (task(lambda: Language(causal=False), next_token, sentences), "label alignment", "sees_its_targets"),
 }  # fmt: skip

@@ -28,6 +28,8 @@ LARGE_RMS = 30.0
 """Root mean square from which on inputs or targets are not normalised: bytes of pixels have 100 to 150, normalised values about 1."""
 LEARNT = 0.2
 """The loss that is left, as a fraction of the first, when samples are learnt by heart."""
+RISEN = 1.2
+"""Factor by which the loss has risen if the learning rate ruins the training; with labels that carry nothing it stays at chance."""
 LEAST_STEPS = 50
 """Steps with true and with shuffled labels from which on it is a fault that they do not differ, or twice as many as learning a few samples
 by heart took, if that is less: a model needs time to learn anything."""
@@ -174,8 +176,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     usual = abs(statistics.fmean(other[len(true) // 3 :]) - least)
     late = statistics.fmean(true[len(true) // 3 :])
     steps = min(LEAST_STEPS, 2 * (seen.steps_by_heart or LEAST_STEPS))
-    if len(true) >= steps and late > 0.98 * true[0] > max(0.0, least):
-        raise Unjudged(f"in {len(true)} steps the loss falls neither with true nor with shuffled labels: look at the learning rate")
+    if late > RISEN * true[0] > 0:
+        raise Unjudged(f"the loss rises from {true[0]:.3g} to {late:.3g}, with true labels, too: look at the learning rate")
     samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
     lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
     figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
