@@ -266,7 +266,10 @@ def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_s
         "Run B's step is 0.692× that of run A as recorded, but today's trainings, by turns on one machine, show the contrary: run A's step "
     )
     assert result.verdict.startswith(f"{said}with lr is 2.26× (")
-    assert "that without. So lr raises it, and the machine, or what was not recorded, was another when A or B ran (17" in result.verdict
+    assert (
+        "that without. So lr raises it, and the machine, or something that was not recorded, was different when A or B ran (17"
+        in result.verdict
+    )
     emulated(lambda arm: 0.176)
     still = wb.what_changed(a, b)
     assert "and the reason is the machine, or something " in still.verdict

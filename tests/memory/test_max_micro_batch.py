@@ -403,7 +403,7 @@ def test_what_fits_only_by_the_middle_of_a_range_is_said_to_be_not_certain(model
         assert more
         assert not more.certain
     assert found.word == (
-        f"micro_batch={found.micro_batch} is the largest that probably fits {found.device}; up to {found.surely} it surely fits"
+        f"micro_batch={found.micro_batch} is the largest that probably fits {found.device}; up to {found.surely} is certain to fit"
     )
     assert found.reason.endswith("; memory outside of PyTorch's allocator is known as a range only")
     assert "not certain" not in str(found), "once is enough"
@@ -420,4 +420,4 @@ def test_where_no_number_surely_fits_none_is_named() -> None:
     assert found.micro_batch > 0
     assert found.surely == 0
     assert "not certain, since memory outside" in found.word
-    assert "surely fits" not in found.word
+    assert "certain to fit" not in found.word

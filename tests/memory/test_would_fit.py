@@ -115,7 +115,7 @@ def test_a_gpu_by_its_error_alone(by_hand: Make) -> None:
     text = str(found)
     assert found.word.endswith(f"micro_batch={int(found.largest)} is the largest that fits, instead of 8192; {NOT_CERTAIN}")
     surer = replace(found, largest=replace(found.largest, surely=1024))
-    assert surer.word.endswith(f"; {NOT_CERTAIN}, but it surely fits up to micro_batch=1024")
+    assert surer.word.endswith(f"; {NOT_CERTAIN}, but up to micro_batch=1024 is certain to fit")
     assert f"It would have fitted with {units.knobs(found.changes)}{found.ladder.doubt}. With" in found.word
     for word in ("by-hand: predicted need", "there was 1.50 GiB (GPU 0 has 1.50 GiB)", "instead of 8192", "time not predicted"):
         assert word in text

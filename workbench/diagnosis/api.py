@@ -372,7 +372,7 @@ def _foresee_proof(run: Run, script: str, began: float, budget_s: float | None, 
         script: path of its file.
         began: when it was launched, as `time.time` gives it.
         budget_s: seconds for the proof; None = there will be none.
-        seen: when it was seen to have taken steps, and how many; it grows by the first time.
+        seen: empty, or the time and the number of steps at the first look that saw any; it is filled here.
 
     Returns:
         Is it known whether it fits?

@@ -364,8 +364,8 @@ def change_in_time(runs: Sequence[Run]) -> tuple[Interval, bool, str] | None:
     """How many times as fast the second of two recorded runs was as the first, as `what_changed` sees it.
 
     Returns:
-        The ratio with the interval that blocks of their steps leave open, whether it is within their noise, and of which statistic of their
-        steps it is; None = one of them has too few steps for four blocks.
+        The ratio with the interval that the variation of their blocks allows, whether it is within their noise, and of which statistic of
+        their steps it is; None = one of them has too few steps for four blocks.
     """
     what = measured(runs, "time")
     blocks = what.blocks(runs[0]), what.blocks(runs[1])

@@ -280,7 +280,7 @@ def _wait(ranks: Sequence[tuple[Run, int]], seconds: float, line: Waiting, load:
     if len(ours) > 1:
         pairs = [(last[place][1] - first[place][1], last[place][0] - first[place][0]) for place in range(len(ranks))]
         load.waiting[arm] = [min(1.0, max(0.0, waited) / passed) for waited, passed in pairs]
-        load.wanted = statistics.fmean(ours) / max(0.1, 1 - statistics.fmean(load.waiting[arm]))  # at the end that of all ranks
+        load.wanted = statistics.fmean(ours) / max(0.1, 1 - statistics.fmean(load.waiting[arm]))  # each arm overwrites it; "all" comes last
 
 
 def script_evidence(

@@ -28,7 +28,7 @@ from workbench.harness.tf32 import has_tf32
 from workbench.runs.spec import KNOBS
 
 WARM_UP_STEPS = 3
-"""Steps of each side before anything is timed; of steps of LONG_STEP seconds, one."""
+"""Steps of each side before its blocks, the last of which is timed for their length; two if a step takes LONG_STEP seconds."""
 LONG_STEP = 1.0
 """Seconds of a step from which on one is enough to warm up a side, and none comes before a block. Chosen: caches, threads and queues settle
 within a second. It decides how long proofs of slow steps take."""

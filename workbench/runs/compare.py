@@ -56,11 +56,11 @@ class Comparison(display.Shown):
 
     @property
     def ranges(self) -> list[Interval | None]:
-        """How many times as fast each run was as the baseline, with the interval that their own steps leave open; None = the baseline
-        itself, or too few steps.
+        """How many times as fast each run was as the baseline, with the interval that the variation of their own steps allows; None = the
+        baseline itself, or too few steps.
 
         As in `wb.what_changed`, it is of the mean of the steps, or of their 25 % quantile where that shows as much, since other processes
-        disturb it least. So it may lie beside the speedup, which is of the mean.
+        disturb it least. So it may not include the speedup, which is of the mean.
         """
         return [change and change[0] for change in self._changes]
 
@@ -93,8 +93,8 @@ class Comparison(display.Shown):
         )
         if statistics := dict.fromkeys(change[2] for change in changes if change):
             note += (
-                f"; the range is what the runs' own steps leave open of the {' or the '.join(statistics)}, as in workbench what-changed, "
-                "and two launches of one program may differ by more"
+                "; the range is the interval of the speedup that the variation of the runs' own steps allows, by the "
+                f"{' or the '.join(statistics)}, as in workbench what-changed; two launches of one program may differ by more"
             )
         return display.Table(
             columns=("run", "step", "waits for data", "computes", "throughput", "speedup", "range", "last loss"),

@@ -46,7 +46,7 @@ NO_LOSS = (
     'if it was launched with watch="always"'
 )
 """Of a script's run."""
-OWN = "the losses are those of rank 0's own samples: a jump on another rank alone was not looked for; a NaN was, on all ranks"
+OWN = "only rank 0's losses were searched for jumps: one on another rank alone is not seen (a NaN is, on every rank)"
 """Of a run whose ranks have different samples, where nothing is wrong."""
 MANY = (
     f"with more than {MANY_RANKS} ranks the files of single ranks are not read: slow ranks, alarms, and a loss that is NaN on another rank "

@@ -42,7 +42,7 @@ MOST_CORRELATED = 0.99
 LEAST_CHANGES = 9
 """Changes from one loss to the next that tell how much losses vary."""
 GROWN = 4.0
-"""Times the largest of the first losses, which the smallest of the last must be where a loss is said to grow. Chosen."""
+"""Factor by which the smallest of the last losses must exceed the largest of the first where a loss is said to grow. Chosen."""
 AT_ONCE, DEVIATIONS = 8.0, 6.0
 """Times the largest loss before it, and standard deviations of the logarithms, for a loss that explodes or jumps in the first `LEAST`;
 the standard deviations also for a spike of a single step later.
@@ -50,9 +50,9 @@ the standard deviations also for a spike of a single step later.
 Chosen: losses of single samples, which vary by a factor of ten, do not reach it.
 """
 
-
-BESIDE = 30.0
-"""Times the range of all other losses, for the same where some losses are 0 or less, which have no logarithm. Chosen."""
+FAR_ABOVE = 30.0
+"""Factor of the range of the other losses by which a loss must exceed those before it, where some are 0 or less and have no logarithm.
+Chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def jumps_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
         else:
             back = before + (loss - before) / AT_ONCE
             span = max(others := [value for value in values if value < back], default=0.0) - min(others, default=0.0)
-            far = loss - before > BESIDE * span > 0
+            far = loss - before > FAR_ABOVE * span > 0
         if far:
             after = next((at for at in range(place, len(values)) if values[at] <= back), len(values))
             peak = max(values[place:after])

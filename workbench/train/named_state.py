@@ -91,7 +91,7 @@ def other_entries(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def versioned(entries: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """Entries for `module.load_state_dict`. If they do not have the versions of the modules (`_version`), they get those of this module.
+    """Entries for `module.load_state_dict`. If they do not record the versions of modules (`_version`), they get those of this module.
 
     A state_dict has them as `_metadata`. torch takes entries without versions for old ones, which some modules convert or refuse.
     """

@@ -42,7 +42,7 @@ CAUSES: Mapping[str, str] = {
     "unused": "the loss does not use the module: call it in forward, or remove it",
     "not_in_optimizer": "give the optimizer all parameters: model.parameters(), after the last layer was added",
     "zero_gradient": "the gradient is exactly zero in all steps: look for a saturated or clamped activation, or a factor of zero",
-    "cancelled_bias": "the loss does not depend on it, as a difference or a normalisation after it takes it away: bias=False does the same",
+    "cancelled_bias": "the loss does not depend on this bias, since a difference or normalisation cancels it: bias=False is the same model",
     "same_units": "draw the initial weights at random: all units of the layer are the same, get the same gradient and stay the same",
     "gradients_add_up": "call optimizer.zero_grad() in each step: each update uses the gradients of all earlier steps as well",
     "nonfinite_gradient": "look for sqrt, norm or log at 0 in the forward: their gradients are infinite there",

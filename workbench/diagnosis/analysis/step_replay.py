@@ -24,7 +24,8 @@ VERDICTS: Mapping[str, str] = {
 UNUSUAL = 30.0
 """Times the gradient of another batch, from which on a gradient is no ordinary one. Chosen, not measured."""
 AS_HARMFUL = 0.1
-"""Part of the harm that an update does, from which on one with another batch is as harmful. Harm grows with gradients squared. Chosen."""
+"""Fraction of the rise of the loss of other batches from which on the update with another batch counts as just as harmful. The rise grows
+with the square of the gradients. Chosen."""
 WORSE = 0.2
 """Part of the loss of other batches by which an update raises it, from which on it has made them worse. Chosen, not measured."""
 EARLY = 10.0

@@ -147,7 +147,9 @@ class WhatChanged(display.Shown, JsonDataclass):
             brought = f" With it {'comes' if len(comes) == 1 else 'come'} {_list(comes)}." if comes else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
                 cause = f" in trainings of {self.steps} steps, which may end differently from the recorded ones"
-                cause = ", and the machine, or what was not recorded, was another when A or B ran" if self.of == "time" else cause
+                cause = (
+                    ", and the machine, or something that was not recorded, was different when A or B ran" if self.of == "time" else cause
+                )
                 return (
                     f"{said} as recorded, but today's trainings, by turns on one machine, show the contrary: run A's {what} with "
                     f"{_list(self.owner)} is {_ends(today)} that without. So {_list(self.owner)} {'raise' if today.mid > 1 else 'lower'}"

@@ -1,4 +1,4 @@
-"""EvidenceBuilder: turns the timings of blocks, trials and traces on all ranks into Evidence."""
+"""EvidenceBuilder: turns the timings of blocks, trials and traces on all ranks into Evidence, and times the reductions of gradients."""
 
 import math
 import statistics

@@ -368,7 +368,7 @@ class _Judge:
                     return found
             also = {}
             if here.worse(other.others, here.rest):
-                rise = f"the update with another batch raises the loss of others from {text(here.rest)} to {text(other.others)}"
+                rise = f"the update with another batch raises the loss of other batches from {text(here.rest)} to {text(other.others)}"
                 also["learning rate"] = f"updates are too large as well, since {rise}"
             if not plain.finite and higher.finite:
                 also["numerics"] = f"it overflows as well, since {in_higher}"

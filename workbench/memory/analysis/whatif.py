@@ -301,11 +301,11 @@ class MaxMicroBatch:
     def doubt(self) -> str:
         """Why it is not certain that so many fit, and up to how many surely do, in words to append; empty = it is certain."""
         doubt = _doubt(self.breakdown, self.capacity)
-        return f"; {NOT_CERTAIN}, but it surely fits up to micro_batch={self.surely}" if doubt and self.surely else doubt
+        return f"; {NOT_CERTAIN}, but up to micro_batch={self.surely} is certain to fit" if doubt and self.surely else doubt
 
     @property
     def room(self) -> str:
-        """Bytes left in words, and up to how many samples it surely fits where that is not the answer."""
+        """Bytes left in words, and up to how many samples are certain to fit where that is not the answer."""
         return spare_words(self.capacity, self.spare, self.margin) + self.doubt
 
     @property
@@ -314,7 +314,7 @@ class MaxMicroBatch:
         if not self.micro_batch:
             return f"not even one sample fits {self.device}: {self.room}; try wb.memory_ladder(spec, device={self.device!r})"
         if self.doubt and self.surely:
-            return f"micro_batch={self.micro_batch} is the largest that probably fits {self.device}; up to {self.surely} it surely fits"
+            return f"micro_batch={self.micro_batch} is the largest that probably fits {self.device}; up to {self.surely} is certain to fit"
         return f"micro_batch={self.micro_batch} is the largest that fits {self.device}{self.doubt}"
 
     @property

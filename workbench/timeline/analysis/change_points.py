@@ -425,9 +425,9 @@ def _spread(values: Floats, middle: Floats | float, *, upward: "NDArray[np.bool_
 
 
 def _by_chance(before: Floats, latest: Floats, middle: float, *, upward: bool) -> float:
-    """Probability that at least as many of the latest blocks are beyond the middle, if each is as often as one of those before.
+    """Probability that at least as many of the latest blocks are beyond the middle, if each is with probability (k + ½) / (n + WARM_UP).
 
-    Those before count together with half a one that was, and WARM_UP that were not.
+    n is the number of blocks before, and k how many of those were beyond the middle.
     """
     beyond, count = [int(((values > middle) == upward).sum()) for values in (before, latest)], len(latest)
     often = min(1.0, (beyond[0] + 0.5) / (len(before) + WARM_UP))

@@ -48,7 +48,7 @@ class Told:
 
     rank: int
     step: int
-    """The first step at the new level, about, from 1; of memory, which is read once a look, the latest that may be."""
+    """The first step at the new level, about, from 1; of memory, which is read at each look, the latest that it may be."""
     phase: str
     """One of SERIES, REDUCTION, COMPUTING, DEVICE_MEMORY, "loss" or NOT_FINITE."""
     before: float
@@ -83,7 +83,7 @@ class Told:
         since = f"since step {self.step:,}"
         if self.phase in ("memory", DEVICE_MEMORY):
             how = "more" if self.after > self.before else "less"
-            return f"{since} at the latest {how} {self.phase}{where}: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
+            return f"{how} {self.phase}{where} {since} or earlier: {units.bytes_(self.after)}, {units.bytes_(self.before)} before{more}"
         if self.phase == NOT_FINITE:
             return f"{since} the loss is NaN or infinite{where}{f' ({self.before:.4g} before)' if self.before else ''}{more}"
         if self.phase == "loss":
