@@ -212,7 +212,7 @@ def _classified(logits: Any, targets: Any, indices: list[int]) -> Sums:
         )
     classes, each = logits.shape[-1], targets.numel() // len(indices)
     if (largest := int(targets.max()) if targets.numel() else 0) >= classes:
-        two = "; for two classes give two logits, torch.stack([-x, x], -1) / 2 for an output x" if classes == 1 else ""
+        two = "; for two classes give two logits, torch.cat([-x, x], -1) / 2 for such an output x" if classes == 1 else ""
         raise TaskError(
             f"the task's evaluate(model, batch) returned logits {tuple(logits.shape)}, whose last dimension is the classes, and "
             f"targets up to {largest}; expected targets below the size of the last dimension of the logits{two}"

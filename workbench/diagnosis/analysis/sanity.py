@@ -53,6 +53,7 @@ CAUSES: Mapping[str, str] = {
     "unequal_micro_batches": "micro-batches have different numbers of targets (padding, ignore_index): give a Task weight=, their number",
     "batch_statistics": "look for an operation along the batch in the loss; where it is meant (contrastive losses), keep accumulation=1",
     "learning_rate": "Adam learns these samples with another rate: choose one with wb.find_lr",
+    "rate_too_high": "choose a lower learning rate, with wb.find_lr",
     "target_scale": "normalise the targets to a mean near 0 and a deviation near 1: weights need very many steps to become so large",
     "does_not_overfit": "the model cannot fit a few samples: look at the loss, its targets and the shape of the outputs",
     "constant_targets": "look at what the dataset returns: all targets are the same, and there is nothing to learn",
