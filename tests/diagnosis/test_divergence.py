@@ -501,6 +501,21 @@ def test_a_model_that_does_not_repeat_itself_is_told() -> None:
     assert not wb.diverge(net(), net(BUGS["eps of a norm"][0]), batch=X).notes
 
 
+def test_ctrl_c_while_the_first_is_repeated_leaves_a_note() -> None:
+    """The answer was that of a whole comparison, without a word."""
+    pairs, exact = (measure.Pair(net(), X), measure.Pair(net(BUGS["eps of a norm"][0]), X)), list[int]()
+
+    def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+        exact.extend([which] * double)
+        if len(exact) == 3:
+            raise KeyboardInterrupt
+        return measure.of_pair(pairs[which], 0, steps, double, enough)
+
+    found = measure.compare(("a", "b"), run, lambda now, known: None)
+    assert (exact, found.verdict) == ([0, 1, 0], "bug")
+    assert found.notes == ("stopped by Ctrl-C while a was repeated in fp64: whether it differs from itself is not known",)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a module of torch\.jit cannot be recorded"):

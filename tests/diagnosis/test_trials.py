@@ -250,6 +250,26 @@ def test_what_was_not_clear_is_not_tried_again_where_it_failed(clock: Clock, mon
     assert calls[0] == 9
 
 
+def test_the_baseline_that_was_just_made_is_not_counted_a_second_time(clock: Clock) -> None:
+    """In small budgets the first variant was left out though it fitted, after a block of the unchanged step that nothing used."""
+
+    def step(_: Any) -> None:
+        clock.now += 0.01
+
+    with BlockTimer(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        variant = Variant(name="no_optimizer", wrap=lambda _: step)
+        block = (trials.count + trials.warm) * 0.01
+        trials.late = bench.elapsed + block + (trials.count + trials._warm_up(variant)) * 0.01 + block / 2
+        trials.run([variant], 0.0)
+        assert trials.warm > 0
+        assert bench.elapsed <= trials.late
+    assert [*trials.results()] == ["no_optimizer"]
+
+
 def test_the_rest_is_tried_where_the_first_variants_leave_time(clock: Clock) -> None:
     """With long steps few variants fit into the budget at first; one thread takes less, and the time that it leaves is not wasted."""
     trials, _ = tried(clock, 2.0, {"threads=1": lambda: 0.25, "doubled": lambda: 4.0, "precision=amp_bf16": lambda: 1.0}, budget=42.0)

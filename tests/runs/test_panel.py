@@ -1,5 +1,6 @@
 """The panel without a browser: what it reads, what it says, that its thread ends. (How it looks and feels: tests/browser.)"""
 
+import json
 import math
 import re
 import shutil
@@ -21,6 +22,8 @@ from tests.conftest import HandMade
 from workbench.core import run_directory, units
 from workbench.core.run_directory import GRADIENTS, METRICS, RUN_JSON, USAGE, LineWriter, keep_rows, rank_file
 from workbench.core.vocabulary import PHASES
+from workbench.runs.health import health
+from workbench.runs.loss_faults import faults_of, growing, growing_besides
 from workbench.runs.page import dense_peak
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import KEPT, LOG_START, Follower, RankShare, Snapshot
@@ -115,6 +118,18 @@ def test_a_row_that_is_no_metric_is_left_out_and_said(by_hand: ByHand, row: str)
         now = follower.snapshot()
         assert len(now.losses) == 2
         assert re.match(r"metrics.jsonl: 1 damaged row is left out: .* (no|not an?) .*number", now.notes[0])
+
+
+def test_a_loss_that_grows_is_named_as_health_names_it(by_hand: ByHand) -> None:
+    """The panel had no word on it while the run went on."""
+    made = by_hand().alive().steps(3)
+    losses = [(step, 0.1 * 1.06**step * (1.01 if step % 2 else 1.0)) for step in range(1, 61)]
+    with (made.path / METRICS).open("a") as file:
+        file.writelines(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in losses)
+    (fault,) = (str(fault) for fault in health(made.path).faults if "the loss" in fault.message)
+    assert fault in Follower(Run.load(made.path)).snapshot().notes
+    assert [str(fault) for fault in growing_besides(losses, faults_of(losses))] == [fault]
+    assert growing_besides(losses, growing(losses)) == []
 
 
 def test_a_file_that_begins_anew_is_not_damaged_any_more(by_hand: ByHand) -> None:

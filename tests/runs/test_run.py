@@ -445,6 +445,24 @@ def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -
     assert short.facts()[1]["low"] is None
 
 
+def test_the_facts_of_a_comparison_read_the_steps_of_each_run_once(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a million steps each reading takes long; it was done twice."""
+    found, read = compare(*(Run.load(by_hand().steps(20).ended("finished").path) for _ in range(3))), list[Run]()
+    monkeypatch.setattr("workbench.diagnosis.rerun.change_in_time", lambda pair: read.append(pair[1]))
+    assert [fact["within_noise"] for fact in found.facts()] == [None] * 3
+    assert read == [*found.runs[1:]]
+
+
+def test_the_last_loss_is_the_same_wherever_it_is_shown(by_hand: Make) -> None:
+    made, none = by_hand().steps(20).losses(3), by_hand().steps(20).ended("finished")
+    with (made.path / run_directory.METRICS).open("a") as file:
+        file.write('{"step": 4, "steps": 20, "loss": NaN, "lr": 0.1, "samples": 8, "seconds": 1.0}\n')
+    made.ended("finished")
+    found = compare(made.path, none.path)
+    assert [row[-1] for row in found.table.rows] == ["nan", "–"]
+    assert next(row for row in found.differences.rows if row[1] == "last loss")[:3] == ["outcome", "last loss", "nan"]
+
+
 def test_a_run_that_did_not_finish_is_compared_with_a_note(by_hand: Make) -> None:
     whole, stopped = by_hand().steps(20).ended("finished"), by_hand().steps(20).ended("stopped")
     assert compare(whole.path, str(whole.path)).notes == []

@@ -138,9 +138,11 @@ class Comparison(display.Shown):
 
     def facts(self) -> list[dict[str, Any]]:
         """One row per run as plain JSON values: its directory, how it differs, and the figures of the table; None = not known."""
-        ranges = [[known.low, known.high] if known else [None, None] for known in self.ranges]
+        changes = self._changes  # reads the timelines of all runs
+        ranges = [[change[0].low, change[0].high] if change else [None, None] for change in changes]
+        within_noise = [change and change[1] for change in changes]
         names = ("run", "differs", "step", "samples_per_sec", "speedup", "low", "high", "within_noise")
-        columns = (self.labels, self.seconds(), self.speedups, ranges, self.within_noise)
+        columns = (self.labels, self.seconds(), self.speedups, ranges, within_noise)
         return [
             dict(zip(names, (str(run.path), label, step, run.samples_per_sec, up, *ends, noise), strict=True))
             for run, label, step, up, ends, noise in zip(self.runs, *columns, strict=True)
@@ -153,8 +155,8 @@ class Comparison(display.Shown):
 
 
 def _loss_as_text(run: Run) -> str:
-    loss = last_loss(run)
-    return units.MISSING if math.isnan(loss) else f"{loss:.4g}"
+    loss = last_loss(run.metric_rows)
+    return units.MISSING if loss is None else f"{loss:.4g}"
 
 
 def _range_as_text(change: tuple[Interval, bool, str] | None) -> str:
@@ -163,9 +165,9 @@ def _range_as_text(change: tuple[Interval, bool, str] | None) -> str:
     return f"{units.times(change[0].low)} … {units.times(change[0].high)}{', within noise' * change[1]}"
 
 
-def last_loss(run: Run) -> float:
-    """The last loss that a run reported; nan = none, as of a script."""
-    return next((float(row["loss"]) for row in reversed(run.metric_rows) if row.get("loss") is not None and "lr" in row), math.nan)
+def last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The last loss in a run's `metric_rows`; None = it reported none, as a script."""
+    return next((float(row["loss"]) for row in reversed(rows) if row.get("loss") is not None and "lr" in row), None)
 
 
 def word(value: object, name: str = "") -> str:
@@ -223,9 +225,9 @@ def provenance(run: Run) -> Sections:
     boot = _dict(info.get("machine")).get("boot")
     machine = {"host": info.get("host"), "cores": info.get("cores"), "GPUs": info.get("gpus"), **({"boot": boot} if boot else {})}
     rows = run.metric_rows
-    losses = [row["loss"] for row in rows if row.get("loss") is not None and "lr" in row]
+    loss = last_loss(rows)
     figures = {name: value for row in rows for name, value in row.items() if name not in METRIC_KEYS}
-    outcome = {"state": run.state, "steps": run.progress[0], **({"last loss": losses[-1]} if losses else {}), **figures}
+    outcome = {"state": run.state, "steps": run.progress[0], **({} if loss is None else {"last loss": loss}), **figures}
     return {
         "spec": spec,
         "variables": _dict(info.get("variables")) | _dict(recorded.get("variables")),

@@ -20,14 +20,11 @@ from workbench.core.vocabulary import PHASES
 from workbench.runs.loss_faults import (
     LEAST,
     Fault,
-    explodes_at_once,
     exploding,
-    growing,
-    jumps_at_once,
-    not_falling,
+    faults_of,
+    growing_besides,
     not_seen_to_fall,
     rises_of,
-    spikes,
 )
 from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
@@ -115,14 +112,12 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
         message = f"{'the run' if error.rank is None else f'rank {error.rank}'}: {error.message}"
         message += f", at {error.place}" if error.place else ""
         faults.append(Fault(kind="failed", step=None, rank=error.rank, message=message, hint=error.hint or ""))
-    early = explodes_at_once(losses) or jumps_at_once(losses)
-    faults += not_finite(losses, rows) + early + spikes(losses) + not_falling(losses)
+    faults += not_finite(losses, rows) + faults_of(losses)
     told = [alarm.step for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm"))) and alarm.phase == "loss"]
     told += [fault.step for fault in faults if fault.kind == "spike" and fault.step is not None]
     rises, with_rate = rises_of(losses, [row.get("lr") for row in metrics if row.get("loss") is not None])
     faults += [rise for rise in rises if rise.step is None or not any(abs(rise.step - step) <= 2 * MEETS for step in told)]
-    if not any(fault.kind in ("spike", "rise", "not falling", "not finite") for fault in faults):
-        faults += growing(losses)
+    faults += growing_besides(losses, faults)
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS)) or exploding(metrics)
     faults += slow_ranks(timelines) + changes(rows)
     faults = [dataclasses.replace(fault, hint=_beside(run.spec, fault.hint)) for fault in faults]

@@ -200,14 +200,31 @@ def jumps_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
     return []
 
 
+def faults_of(losses: Sequence[tuple[int, float]], window: int | None = None) -> list[Fault]:
+    """An explosion or a jump among the first losses, spikes, and a loss that does not fall.
+
+    Args:
+        losses: (step, loss).
+        window: only so many losses are looked at, at the beginning and at the end; None = all.
+    """
+    first, last = (losses, losses) if window is None else (losses[:window], losses[-window:])
+    return (explodes_at_once(first) or jumps_at_once(first)) + spikes(last) + not_falling(last)
+
+
+def growing_besides(losses: Sequence[tuple[int, float]], faults: Sequence[Fault]) -> list[Fault]:
+    """The same as `growing`; nothing where one of the faults already says what is wrong with the losses."""
+    return [] if any(fault.kind in ("spike", "rise", "not falling", "not finite") for fault in faults) else growing(losses)
+
+
 def growing(losses: Sequence[tuple[int, float]]) -> list[Fault]:
     """A loss that is far higher in the last steps than it was in the first, and has been growing in between."""
     values = [loss for _, loss in losses if math.isfinite(loss)]
     part = min(LEVEL, len(values) // 4)
     if len(values) < SHORT or min(values) <= 0:
         return []
-    first, last, noise = max(values[:part]), min(values[-part:]), relative_noise(values)
-    if noise is None or last < GROWN * first or math.log(last) - math.log(first) < DEVIATIONS * noise:
+    first, last = max(values[:part]), min(values[-part:])
+    noise = None if last < GROWN * first else relative_noise(values)
+    if noise is None or math.log(last) - math.log(first) < DEVIATIONS * noise:
         return []
     message = (
         f"the loss grows: it was {first:.4g} at most in the first {part} of {len(values)} steps, and is {last:.4g} at least in the last"

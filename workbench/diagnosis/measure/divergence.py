@@ -283,12 +283,17 @@ def compare(
         wrong = dataclasses.replace(wrong, operator=_other_operator(mine, its) if recorded else "")
     if verdict == "bug" and left() > 0:
         say(f"{names[0]} in fp64, once more", f"they differ in step {wrong.step}, {wrong.phase}")
-        with contextlib.suppress(OutOfTime, KeyboardInterrupt):
+        try:
             again, _ = _points(exact_first, run(0, True, taken, lambda: False))
             if any(point.difference > EXACT for point in again):
-                notes += (
-                    f"{names[0]} differs from itself when it is repeated: it depends on something that is not restored, such as the time",
+                itself = (
+                    f"{names[0]} differs from itself when it is repeated: it depends on something that is not restored, such as the time"
                 )
+                notes = (itself, *notes)
+        except OutOfTime:
+            pass
+        except KeyboardInterrupt:
+            notes += (f"{INTERRUPTED} while {names[0]} was repeated in fp64: whether it differs from itself is not known",)
     return dataclasses.replace(result, verdict=verdict, first=wrong, exact=largest_exact, by=by, compared=len(exact), notes=notes)
 
 

@@ -266,11 +266,14 @@ class Trials:
         """Seconds of a pair of blocks, about."""
         return 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")
 
-    def fits(self, variant: Variant) -> bool:
-        """Is there time for a block of a variant, and for the unchanged step before it? A first block is taken to be as quick as that."""
+    def fits(self, variant: Variant, *, after_baseline: bool = False) -> bool:
+        """Is there time for a block of a variant, and for the unchanged step before it? A first block is taken to be as quick as that.
+
+        `after_baseline`: a block of the unchanged step was made just now, so no other is needed.
+        """
         typical, usual = self.bench.timings.typical, self.bench.timings.typical("cached")
         each = typical(variant.name) if variant.name in self._pairs else variant.samples * usual
-        before = 0 if self._is_unchanged_last else self.count + self.warm
+        before = 0 if after_baseline or self._is_unchanged_last else self.count + self.warm
         return self.bench.elapsed + before * usual + (self.count + self._warm_up(variant)) * each <= self.late
 
     def _warm_up(self, variant: Variant) -> int:
@@ -304,7 +307,7 @@ class Trials:
         self.rewind()
         since: list[Variant] = []  # the last baseline
         for treatment in [*reversed(active)] if back else [*active]:
-            if treatment.instead_of in self._treatments or not self.fits(treatment):
+            if treatment.instead_of in self._treatments or not self.fits(treatment, after_baseline=not since):
                 active.remove(treatment)
                 continue
             self.begun(treatment.name)

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.hang import hang_note
-from workbench.runs.loss_faults import explodes_at_once, jumps_at_once, not_falling, spikes
+from workbench.runs.loss_faults import faults_of, growing_besides
 from workbench.runs.page import dense_peak, norms_of, usage_of
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
@@ -296,11 +296,12 @@ class Follower:
         return self._flops / self._peak if self._flops and self._peak else None
 
     def _problems(self, state: State) -> list[str]:
-        """The hang, losses that are not finite, and, looked for now and then, spikes of the loss and a loss that does not fall."""
+        """The hang, losses that are not finite, and, looked for now and then, what else is wrong with the loss."""
         if time.monotonic() - self._judged >= ENDS_EVERY or len(self._losses) - self._seen >= LOSSES:
             self._judged, self._seen = time.monotonic(), len(self._losses)
-            first, last = self._losses[:LOSSES], self._losses[-LOSSES:]
-            self._faults = [*map(str, [*(explodes_at_once(first) or jumps_at_once(first)), *spikes(last), *not_falling(last)])]
+            faults = faults_of(self._losses, LOSSES)
+            faults += [] if loss_note(self._losses) else growing_besides(self._losses, faults)
+            self._faults = [*map(str, faults)]
         return [hang_note(self._run.hang, state in (*ACTIVE, "stopped")), loss_note(self._losses), *self._faults]
 
     def _read_ranks(self) -> None:
