@@ -33,7 +33,7 @@ EXACT = 1e-9
 most. A factor of two changes nothing."""
 VANISHED = 1e-5
 """Part of a difference that remains in fp64, up to which it was rounding, however large: fp64 rounds 5e8 times less than fp32. Chosen: Adam
-divides a gradient that is zero but for rounding by its own size, and what is left of it in fp64 reached 1e-6 of what it was in 30 steps."""
+divides a gradient that is only rounding by its own size, and what is left of it in fp64 reached 1e-6 of what it was in 30 steps."""
 OUTLYING = 1e5
 """Times the median norm of a phase's results, beyond which a norm says nothing about the others, as that of a mask of -1e9. Chosen."""
 
