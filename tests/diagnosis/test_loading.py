@@ -16,7 +16,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tests.made import World
@@ -530,3 +539,18 @@ def test_lines_that_draw_random_numbers_are_known() -> None:
     lines = [(f"test_loading.py:{first + i} __getitem__", 0.1 * i) for i in (1, 2, 3)]
     assert random_lines(Augmented(RandomCrop()), lines) == (lines[0], lines[2])
     assert random_lines(Augmented(abs), [*lines, ("cell:3 f", 0.1), ("odd", 0.1)]) == (lines[0],)
+
+
+def test_a_loader_that_indexes_tensors_sample_by_sample_is_known() -> None:
+    plain = TensorDataset(torch.zeros(64, 2))
+
+    class Own(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)
+
+    whole = DataLoader(plain, batch_size=None, sampler=BatchSampler(SequentialSampler(plain), 8, drop_last=True))
+    single, own = DataLoader(plain, batch_size=8), DataLoader(Own(torch.zeros(64, 2)), batch_size=8)
+    for loader, known in ((single, True), (own, False), (whole, False)):
+        with Feed(loader) as feed:
+            loading, _ = probe(loader, feed, 0.2)
+        assert loading.tensors is known

@@ -169,8 +169,10 @@ def test_the_advice_begins_with_the_line_of_the_dataset() -> None:
         "Make train.py:11 mel_filterbank cheaper (62 % of the time of a batch): compute once what is the same for all samples"
     )
     assert "what each epoch repeats and is not random" in what
-    plain = World(cpu=0.03).evidence(loading=dataclasses.replace(loading, slow_lines=(), collate=0.01))
-    assert remedies(plain)["prepared data"].what.startswith("Take whole batches instead of single samples")
+    plain = World(cpu=0.03).evidence(loading=dataclasses.replace(loading, tensors=True, collate=0.01))
+    whole = remedies(plain)
+    assert whole["whole batches"].what.startswith("Take whole batches instead of single samples")
+    assert "prepared data" not in whole, "a TensorDataset has nothing to prepare"
 
 
 def test_a_ceiling_of_all_the_waiting_is_what_the_table_says_is_saved_without_it() -> None:

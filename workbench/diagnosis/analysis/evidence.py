@@ -62,6 +62,8 @@ class Loading:
     stream: str = ""
     """What workers do with an IterableDataset: "split" (each gives its part), "repeated" (each gives all of it) or "unknown"; "" = no such
     dataset."""
+    tensors: bool = False
+    """Does it index the tensors of a TensorDataset sample by sample?"""
     epoch: int | None = None
     """Batches per epoch; None = not known."""
     alone: float = math.nan

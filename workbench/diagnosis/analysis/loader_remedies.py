@@ -164,6 +164,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     fixed = max(0.0, (loading.fetch_cpu or 0.0) / made - drawn)
     also = f", and {_from_to(least / made, most / made)} of the CPU of making a batch" if most > 0 else ""
     unknown = "" if compared is None or most - least < (MIN_SPEEDUP - 1) * made else UNKNOWN_TRANSFORM
+    whole = loading.tensors
     options = (
         (
             ("storage", "slow samples"),
@@ -182,7 +183,16 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
             "a second copy of the data",
         ),
         (
-            ("dataset code", "oversubscribed", "slow samples"),
+            ("dataset code",) if whole else (),
+            "whole batches",
+            "Take whole batches instead of single samples: give the loader batch_size=None, sampler=BatchSampler(RandomSampler(dataset), "
+            "batch_size, drop_last=True), which indexes the tensors once per batch.",
+            _less_cpu(feeding, ((loading.fetch_cpu or 0.0) + (loading.collate or 0.0)) / made),
+            "all that is done sample by sample is gone, collating included",
+            "",
+        ),
+        (
+            ("dataset code", "oversubscribed", "slow samples")[whole:],
             "prepared data",
             _cheaper(loading),
             _less_cpu(feeding, fixed * (1 - left_cpu)),
@@ -227,19 +237,12 @@ MIN_LINE = 0.25
 
 
 def _cheaper(loading: Loading) -> str:
-    """How making samples gets cheaper: at the dataset's heaviest line that is not random, if one is known; of a dataset of torch's, such as
-    a TensorDataset, by whole batches.
-    """
+    """How making samples gets cheaper: at the dataset's heaviest line that is not random, if one is known."""
     fixed = next((item for item in loading.slow_lines if item not in loading.random_lines), None)
     if fixed and fixed[1] >= MIN_LINE:
         return (
             f"Make {fixed[0]} cheaper ({units.percent(fixed[1])} of the time of a batch): compute once what is the same for all samples, "
             "and do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize), and store it as arrays."
-        )
-    if not loading.slow_lines and loading.collate:
-        return (
-            "Take whole batches instead of single samples: give the dataset a __getitems__ that indexes its arrays with a list, or the "
-            "loader sampler=BatchSampler(…) with batch_size=None. Else do once, beforehand, what each epoch repeats and is not random."
         )
     return (
         "Do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize, compute), and store it as arrays; or "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from workbench.core.system_load import cpu_of_process
 from workbench.diagnosis.analysis.evidence import Loading
@@ -169,6 +169,7 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, loading: Loading, budget: flo
                 [sample for turn in made for m in turn for sample in m.samples], sum(m.wall for turn in made for m in turn)
             ),
             read_bytes=_mean(made, lambda m: m.read_bytes),
+            tensors=type(loader.dataset) is TensorDataset and loader.batch_sampler is not None,  # a subclass may compute
             slow_lines=made[-1][-1].lines,
             random_lines=random_lines(loader.dataset, made[-1][-1].lines),
         )
