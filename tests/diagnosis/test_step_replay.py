@@ -269,6 +269,7 @@ def test_a_bad_batch_and_a_rate_that_is_too_large_are_both_named(tmp_path: Path,
     assert (found.verdict, found.also, found.step, found.samples) == ("data", ("learning rate",), 1, (samples_of(1)[3],)), found
     assert "step 1, data and learning rate; samples" in str(found)
     rise = f"raises the loss of other batches from 40.36 to {found.trials[3].others:.4g}"
+    assert "with other samples and the same weights the step does far less harm, and still too much: " in str(found)
     assert f"updates are too large as well, since the update with another batch {rise}" in str(found)
 
 

@@ -21,6 +21,8 @@ VERDICTS: Mapping[str, str] = {
     "nothing": "this step is an ordinary one",
 }
 """Verdict → what it means."""
+WITH_RATE = "with other samples and the same weights the step does far less harm, and still too much"
+"""What "data" means beside "learning rate"."""
 UNUSUAL = 30.0
 """Times the gradient of another batch, from which on a gradient is no ordinary one. Chosen, not measured."""
 AS_HARMFUL = 0.1
@@ -98,7 +100,8 @@ class StepReplay(Briefed, display.Shown):
         blamed = f"; samples {', '.join(map(str, self.samples))}" if self.samples else ""
         where = f"step {self.step}" + (f" (asked for: {self.asked})" if self.step != self.asked else "")
         verdicts = " and ".join([self.verdict, *self.also])
-        note = [f"{where}, {verdicts}{blamed}: {VERDICTS[self.verdict]}{f': {self.why}' * bool(self.why)}"]
+        meaning = WITH_RATE if self.verdict == "data" and "learning rate" in self.also else VERDICTS[self.verdict]
+        note = [f"{where}, {verdicts}{blamed}: {meaning}{f': {self.why}' * bool(self.why)}"]
         note.append(f"before it, other batches had {'no finite loss' if self.usual != self.usual else f'a loss of {text(self.usual)}'}")
         columns = ("the step", "loss", "norm of the gradient", "others' loss after it")
         return display.Table(columns=columns, rows=rows, title=f"Replay from {self.start}", note="\n".join([*note, *self.notes]))
