@@ -134,6 +134,18 @@ def test_the_steps_own_code_is_named_though_the_loader_is_to_blame() -> None:
     assert judge(little).notes == judge(world.evidence()).notes
 
 
+def test_the_hosts_reason_names_the_own_code_where_its_python_alone_takes_less() -> None:
+    """It said "1.7 % of the step is spent in vit2.py:30 mixup" of a function that took 37 %."""
+    world = World(work=0.008, host=0.012, sleep=0.0)
+    inside = world.evidence().inside
+    assert inside is not None
+    for python, named in ((0.017, "is spent in mixup, most of it in vit2.py:29."), (0.9, "90 % of the step is spent in vit2.py:30 mixup.")):
+        seen = dataclasses.replace(inside, own=(("vit2.py:29 mixup", 0.4),), lines=(("vit2.py:30 mixup", python),))
+        judgement = judge(dataclasses.replace(world.evidence(), inside=seen))
+        assert judgement.verdict == "host-bound"
+        assert judgement.why.endswith(named)
+
+
 def test_up_to_is_what_would_be_gained_if_the_part_cost_nothing() -> None:
     world = World(cpu=0.03)
     ceiling = remedies(world.evidence())["prepared data"]

@@ -404,7 +404,7 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
         return None
     gaps = units.percent(c.host.mid / c.step)
     where = "".join(f" {units.percent(share)} of the step is spent in {line}." for line, share in inside.lines[:1])
-    if not where and (own := own_code(e, c)):
+    if (own := own_code(e, c)) and own.share > max((share for _, share in inside.lines[:1]), default=0.0):
         where = f" {units.percent(own.share)} of the step is spent in {own.function}, most of it in {own.line}."
     if c.sleeping >= MIN_EXPLAINED * c.host.mid and c.sleeping:
         return c.host, Cause(
