@@ -259,7 +259,7 @@ def _workload(counted: Mapping[str, _Counted], precision: str, target: Any, note
             f"{units.percent(first.outside)} of forward and backward at the roofline are operators without FLOPs (elementwise, norms, "
             "copies), as the model has them: compiled or fused they take less",
             "all operators are taken to reach the same share of the roofline; wb.estimate_time has a share for each kind of operator, so "
-            "that its step of one GPU is another, though within these ranges as a rule",
+            "its step of one GPU differs, though as a rule within these ranges",
             f"bytes per parameter as counted: {weights:.3g} of weights, {gradients:.3g} of gradients, {optimizer:.3g} of the optimizer's "
             "states; a Transformer by its sizes is planned with 16-bit weights unless it is fp32: 2, 4 and 12",
             f"no step is faster than the host launches the {first.operators:,} operators of each micro-batch "

@@ -25,7 +25,7 @@ BY_DESIGN: Mapping[str, str] = {
     **dict.fromkeys(("clip_grad_norm", "lr", "schedule", "warmup_steps", "weight_decay_on", "label_smoothing"), "the specs differ in it"),
 }
 """Knob → why two trainings that differ in it do not agree."""
-UNKNOWN = "probably the two compute different things: their first difference is larger than rounding makes it"
+UNKNOWN = "probably the two compute different things: their first difference is larger than rounding would make it"
 """What "bug" means where the two were not run in fp64."""
 LOSS, WHOLE = "the loss", "the model"  # as modules
 EXACT = 1e-9

@@ -82,7 +82,7 @@ def of_pair(pair: Pair, seed: int, steps: int, double: bool, enough: Enough = la
     """What a model computes of a batch, its gradients and, with an optimizer, its update; no further step from when there is `enough`."""
     model, batch = pair.model, pair.batch
     if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError("diverge: a module of torch.jit cannot be recorded, as it takes no hooks: give the module that it was made of")
+        raise ValueError("diverge: a module of torch.jit cannot be recorded, as it takes no hooks: give the module that it was made from")
     keep = SavedState(discover(model))
     dtypes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     seed_all(seed)

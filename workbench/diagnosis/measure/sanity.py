@@ -126,7 +126,7 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
                 if bool(((first.sum(dim) - 1).abs() < 1e-3).all()):
                     return judged(f"the logits lie in {low:.2g} … {high:.2g} and add up to 1{over}", "softmax_before_cross_entropy")
         if call.name == "nll_loss" and float(first.logsumexp(1).abs().max()) > 1e-2:
-            return judged("what nll_loss is given are not log-probabilities", "no_log_softmax")
+            return judged("the inputs of nll_loss are not log-probabilities", "no_log_softmax")
         if call.name == "binary_cross_entropy_with_logits" and first.numel() > 8 and 0 < low <= high < 1:
             return judged(f"all logits lie in {low:.2g} … {high:.2g}", "sigmoid_before_logits_loss")
         if call.name in ELEMENTWISE and call.input.shape != call.target.shape:
@@ -219,7 +219,7 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     cause = min(faults, key=order.index)
     names = faults[cause]
     if cause == "gradients_add_up":
-        return judged("the gradients at an update are those of all steps so far, added up", cause)
+        return judged("the gradients of an update are the sum of those of all steps so far", cause)
     figure = f"{len(names)} of {count} parameters" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
     place = ", ".join(names[:3]) + ", …" * (len(names) > 3)
     return judged(figure.replace("_", " "), cause, place, sure=cause != "cancelled_bias")
@@ -333,7 +333,7 @@ class _Enough(Exception):
 
 def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     if seen.modes:
-        return judged("after a step the mode is another one", "mode_not_restored", seen.modes[0])
+        return judged("a step changes the mode", "mode_not_restored", seen.modes[0])
     args, kwargs, _ = _inputs_of_model(training, seen, 5)
     model = training.models[0].eval()
     with (watched := Watched([])):
@@ -405,7 +405,7 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     if difference < UNEQUAL:
         return judged(figure)
     if float((gradient(training.few(count), seed=1)[0] - whole).norm()) / norm > UNEQUAL:
-        raise Unjudged("model or loss draw random numbers in evaluation mode, too, other ones for parts of a batch")
+        raise Unjudged("model or loss draw random numbers in evaluation mode, too, and others for parts of a batch")
     slope = float(total @ whole) / norm**2
     if float((total - slope * whole).norm()) / norm < UNEQUAL * 10 and abs(slope * parts - 1) < 0.05:
         return judged(figure, "sum_reduction")

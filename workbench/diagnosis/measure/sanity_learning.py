@@ -177,7 +177,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     late = statistics.fmean(true[len(true) // 3 :])
     steps = min(LEAST_STEPS, 2 * (seen.steps_by_heart or LEAST_STEPS))
     if late > RISEN * true[0] > 0:
-        return judged(f"the loss rises from {true[0]:.3g} to {late:.3g}, with true labels, too", "rate_too_high", sure=False)
+        return judged(f"the loss rises from {true[0]:.3g} to {late:.3g}, even with the true labels", "rate_too_high", sure=False)
     samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
     lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
     figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
