@@ -190,7 +190,7 @@ def _measure(dataset: Any, count: int, length: Callable[[Any], int] | None, toke
         raise LengthsError("length= and tokenizer= both count tokens: give one of them")
     if length is not None:
         if not callable(length):
-            raise LengthsError(f"length={length!r:.60}: allowed is a function of a sample that returns its number of tokens")
+            raise LengthsError(f"length={length!r:.60}: a function of a sample that returns its number of tokens is expected")
         return "tokens", functools.partial(_given_length, length)
     if tokenizer is not None:
         return "tokens", functools.partial(_tokens, tokenizer)
