@@ -6,6 +6,7 @@ try:
     import json
     import os
     import re
+    import select
     import shlex
     import subprocess
     import sys
@@ -446,6 +447,13 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
 """Command → what runs it; `lab` and `launch` hand further arguments on."""
 
 
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether a descriptor is the end of a pipe that nobody reads any more."""
+    pipe = select.poll()
+    pipe.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 where a command raises ValueError, whose message is printed in a line."""
     parser, made = _parser()
@@ -474,9 +482,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError as error:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # `workbench report … | head`
+        if _has_no_reader(1):  # `workbench report … | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
         print(f"workbench: {error}", file=sys.stderr)  # another pipe

@@ -16,7 +16,6 @@ BEHAVIOURS = {
     "data/test_strange_samples.py": "samples and manifests that other programs made, in every format and writer",
     "diagnosis/test_constants.py": "numbers that decide a verdict or a prediction say where they come from",
     "diagnosis/test_emulated_device.py": "verdicts on a device that works behind the host's back",
-    "diagnosis/test_sanity_kinds.py": "wb.sanity on sound trainings of unusual kinds, and on faults of losses, targets and loops",
     "diagnosis/test_time_to_verdict.py": "how long experiments take to a verdict, by a fake clock",
     "diagnosis/test_gallery.py": "the gallery of planted bottlenecks",
     "harness/test_emulated_device.py": "the emulated GPU of tests behaves as a GPU",

@@ -268,7 +268,7 @@ def test_two_measured_steps_tell_kernels_from_messages_and_leave_the_version() -
     steps = [(of(known, key), of(truth, key).seconds.mid) for key in (alone, split)]
     one, both = by_key(measured=steps[0]), by_key(measured=steps)
     assert "best one of a layout on several nodes with both a pipeline and tensor parallelism" in str(one[other])
-    assert "as 2 measured steps imply" in both[other].notes[0]
+    assert "as 2 measured steps imply" in both[other].notes[1]
     assert both[other].versions == ("checked collectives",) != one[other].versions
     taken, said = of(truth, other).seconds.mid, of(both, other).seconds
     assert said.mid == pytest.approx(taken, rel=0.1)
@@ -303,7 +303,7 @@ def test_how_long_messages_take_stays_as_open_as_how_fast_kernels_are() -> None:
 def test_measured_steps_that_contradict_each_other() -> None:
     found = plans(pipeline=1, tensor=1, sharing="fsdp")
     steps = [(found[0], 0.7 * found[0].seconds.mid), (found[1], 3 * found[1].seconds.mid)]
-    assert "so far from 32 … 60 %, or from each other, that the loader" in plans(measured=steps).notes[0]
+    assert "so far from 32 … 60 %, or from each other, that the loader" in plans(measured=steps).notes[1]
 
 
 def test_a_measured_step_that_no_level_makes_is_refused() -> None:
@@ -317,7 +317,7 @@ def test_a_measured_step_that_no_level_makes_is_refused() -> None:
         after = plans(**{**only, "top": 40}, measured=(found, right))
         same = next(plan for plan in after if plan.micro_batch == found.micro_batch)
         assert same.seconds.mid == pytest.approx(right, rel=0.02)
-        assert "so far from 32 … 60 % that the loader" in after.notes[0]
+        assert "so far from 32 … 60 % that the loader" in after.notes[1]
         assert after.best.efficiency <= 1
         assert "… 100 % (predicted" in after.notes[0] or right == 0.999 * slowest  # no layout computes beyond the peak
     assert "so far from" not in str(plans(**only, measured=(found, 1.2 * found.seconds.mid)))
