@@ -6,7 +6,6 @@ try:
     import json
     import os
     import re
-    import select
     import shlex
     import subprocess
     import sys
@@ -22,7 +21,7 @@ try:
     from workbench.core.checks import did_you_mean
     from workbench.core.interrupts import Terminated, terminated_as_interrupted
     from workbench.core.machine_speeds import MachineSpeeds
-    from workbench.core.progress import begins
+    from workbench.core.progress import begins, has_no_reader
     from workbench.core.run_directory import ALARMS
     from workbench.diagnosis import commands, regression
     from workbench.diagnosis.analysis.proof import how_to_prove
@@ -447,13 +446,6 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
 """Command → what runs it; `lab` and `launch` hand further arguments on."""
 
 
-def _has_no_reader(descriptor: int) -> bool:
-    """Whether a descriptor is the end of a pipe that nobody reads any more."""
-    pipe = select.poll()
-    pipe.register(descriptor, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 where a command raises ValueError, whose message is printed in a line."""
     parser, made = _parser()
@@ -482,7 +474,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError as error:
-        if _has_no_reader(1):  # `workbench report … | head`
+        if has_no_reader(1):  # `workbench report … | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
         print(f"workbench: {error}", file=sys.stderr)  # another pipe

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import select
 import shlex
 import sys
 import threading
@@ -291,3 +292,10 @@ def progress_text(
 
 if (_shell := _kernel_shell()) is not None and hasattr(_shell, "events"):
     _shell.events.register("pre_run_cell", _CellOutput.cell_begins)
+
+
+def has_no_reader(descriptor: int) -> bool:
+    """Whether a descriptor is the end of a pipe that nobody reads any more."""
+    pipe = select.poll()
+    pipe.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
