@@ -185,8 +185,8 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         (
             ("dataset code",) if whole else (),
             "whole batches",
-            "Take whole batches instead of single samples: give the loader batch_size=None, sampler=BatchSampler(RandomSampler(dataset), "
-            "batch_size, drop_last=True), which indexes the tensors once per batch.",
+            "Take whole batches instead of single samples: DataLoader(dataset, batch_size=None, sampler=loader.batch_sampler), where "
+            "loader is the present one, indexes the tensors once per batch.",
             _less_cpu(feeding, ((loading.fetch_cpu or 0.0) + (loading.collate or 0.0)) / made),
             "all that is done sample by sample is gone, collating included",
             "",
@@ -220,7 +220,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     )
     for causes, name, what, better, formula, costs in options:
         measured = compared is not None and (preparing if name == "prepared data" else waiting) is not None
-        if cause.startswith(causes) and measured and name not in ("faster collate_fn", "cheaper augmentation"):
+        if cause.startswith(causes) and measured and name not in ("whole batches", "faster collate_fn", "cheaper augmentation"):
             assert compared is not None
             speedup = 1 / max(1e-3, 1 - _saved(case, better, loading))
             high = 1 / max(1e-3, 1 - _saved(case, at_best if better is copied else better, loading))

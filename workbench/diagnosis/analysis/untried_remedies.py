@@ -11,10 +11,9 @@ ROW_COST = {"fused": 50.0, "": 8.0}
 """Implementation of the optimizer → how many times as long as it SparseAdam takes for a row. Measured on one core with 200,000 rows of 32
 numbers, of which 0.1 to 20 % have a gradient: 4 to 8 times, and beside the fused Adam 24 to 47 times; not measured on GPUs. With half or
 twice as much, the gain is that of half or twice the rows; where few rows are used it hardly changes."""
-SPARSE_ADAM = "update them with torch.optim.SparseAdam, and everything else with {} as now"
-AS_THEY_ARE = "{} takes them as they are"
-TAKERS = {"Adam": SPARSE_ADAM, "NAdam": SPARSE_ADAM, "SGD": AS_THEY_ARE, "Adagrad": AS_THEY_ARE}
-"""How the name of an optimizer begins → how it updates tables with sparse gradients. Of others nothing is known."""
+TAKERS = ("Adam", "NAdam")
+"""How the names of optimizers begin for whose tables SparseAdam can take over. For others nothing is known: the momentum of SGD grows with
+every row that was ever used, and fused SGD and Adagrad refuse sparse gradients."""
 COSTS = (
     "a row's moments change only in steps that use it, so the weights differ; weight decay and clip_grad_norm_ do not take sparse "
     "gradients: leave the tables out of both; a second optimizer to zero, step and save"
@@ -29,8 +28,7 @@ def sparse_tables(case: Case) -> Iterator[Remedy | None]:
     """
     e, c = case.evidence, case.costs
     kind, _, implementation = (e.optimizer or "").partition("(")
-    takes = next((how for name, how in TAKERS.items() if kind.startswith(name)), None)
-    if e.tables is None or not e.parameters or takes is None or e.world_size > 1 or c.optimizer.mid <= 0:
+    if e.tables is None or not e.parameters or not kind.startswith(TAKERS) or e.world_size > 1 or c.optimizer.mid <= 0:
         return
     cpu = e.device == "cpu"
     cost = ROW_COST.get(implementation.removesuffix(")"), ROW_COST[""]) if cpu else 1.0
@@ -43,7 +41,8 @@ def sparse_tables(case: Case) -> Iterator[Remedy | None]:
     yield Remedy(
         name="sparse gradients",
         what=f"Give the embedding table{'s' * (len(e.tables.names) > 1)} {names} sparse gradients, sparse=True in nn.Embedding or "
-        f"nn.EmbeddingBag: {takes.format(kind)}. A step uses {share} of the rows, and only these are then updated.",
+        f"nn.EmbeddingBag: update them with torch.optim.SparseAdam, and everything else with {kind} as "
+        f"now. A step uses {share} of the rows, and only these are then updated.",
         speedup=speedup,
         low=min(low, speedup) if cpu else 1.0,
         high=math.inf if cpu else speedup,

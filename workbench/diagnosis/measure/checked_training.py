@@ -255,7 +255,11 @@ def observe(training: Training) -> Seen:
                 seen.added_up.add(id(one.weight))
 
     arrived = {
-        id(optimizer): [_Arrived(weight) for group in optimizer.param_groups for weight in group["params"][:1] if weight.requires_grad]
+        id(optimizer): [
+            _Arrived(min(trained, key=torch.numel))
+            for group in optimizer.param_groups
+            if (trained := [weight for weight in group["params"] if weight.requires_grad])
+        ]
         for optimizer in training.optimizers
     }
     hook = register_optimizer_step_pre_hook(stepping)

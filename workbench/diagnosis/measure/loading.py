@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from workbench.core.system_load import cpu_of_process
 from workbench.diagnosis.analysis.evidence import Loading
@@ -169,7 +169,9 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, loading: Loading, budget: flo
                 [sample for turn in made for m in turn for sample in m.samples], sum(m.wall for turn in made for m in turn)
             ),
             read_bytes=_mean(made, lambda m: m.read_bytes),
-            tensors=type(loader.dataset) is TensorDataset and loader.batch_sampler is not None,  # a subclass may compute
+            tensors=type(loader.dataset) is TensorDataset  # a subclass may compute, and so may a function of the user's
+            and loader.batch_sampler is not None
+            and loader.collate_fn is default_collate,
             slow_lines=made[-1][-1].lines,
             random_lines=random_lines(loader.dataset, made[-1][-1].lines),
         )

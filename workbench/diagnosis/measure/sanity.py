@@ -142,7 +142,7 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
         raise Unjudged(f"{loss:.3g}; what chance gives is known only of a loss with a single call of torch's losses")
     mean, targets = one.mean(), _targets(one)
     ratio = loss / mean if mean else math.nan
-    if min(abs(ratio + 1), abs(ratio / targets + 1)) < 0.01:
+    if targets and min(abs(ratio + 1), abs(ratio / targets + 1)) < 0.01:
         return judged(f"{loss:.4g}, and torch's {one.name} of the same outputs and targets is {mean:.4g}", "negated_loss")
     if targets > 1 and abs(ratio / targets - 1) < 0.01:
         return judged(f"{loss:.4g}, {ratio:.4g} times the mean of {targets} targets", "sum_reduction")

@@ -29,7 +29,8 @@ LARGE_RMS = 30.0
 LEARNT = 0.2
 """The loss that is left, as a fraction of the first, when samples are learnt by heart."""
 RISEN = 1.1
-"""Factor by which the loss has risen if the learning rate ruins the training; with labels that carry nothing it stays at chance."""
+"""Factor by which all later losses exceed the first if the learning rate ruins the training; labels that carry nothing leave it
+at chance."""
 LEAST_STEPS = 50
 """Steps with true and with shuffled labels from which on it is a fault that they do not differ, or twice as many as learning a few samples
 by heart took, if that is less: a model needs time to learn anything."""
@@ -44,7 +45,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     least = known or 0.0
     figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
     if math.isnan(first):
-        raise Unjudged("the step returns no loss")
+        raise Unjudged("the step returns no loss, or NaN")
     if first <= 0 or left < 0:
         raise Unjudged(f"{figure}: how far a loss that may be negative can fall is not known")
     if least > 0.02 * first:
@@ -105,6 +106,8 @@ def _by_heart(step: Callable[[Any], Any], training: Training, batch: Any, line: 
             loss = loss_value(step(batch))
         lowest = min(lowest, loss) if math.isfinite(loss) else lowest
         line.say(f"learning {FEW} samples by heart, step {number}")
+        if math.isnan(first):
+            break
         if lowest - (known or 0.0) <= 0.1 * (first - (known or 0.0)) or line.left < limit:
             break
     return first, lowest, known, number
@@ -130,7 +133,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     if not seen.watched.losses:
         raise Unjudged("none of torch's losses is called: labels are not known")
     if all(math.isnan(loss) for loss in seen.losses):
-        raise Unjudged("the step returns no loss")
+        raise Unjudged("the step returns no loss, or NaN")
+    keep = SavedState(discover(training.step, *training.models, *training.optimizers))
     tokens = of_tokens(seen)
     if tokens == "same":
         return judged("each target is the token that the model is given at its own position", "targets_are_inputs")
@@ -139,7 +143,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     learns = done.get("overfitting")
     if learns is not None and learns.passed is False:
         raise Unjudged("the training does not even learn a few samples")
-    keep = SavedState(discover(training.step, *training.models, *training.optimizers))
+    keep.restore()  # the mode, if the model was asked for what it reads
     batches: list[Any] = []
     size = 0
     until, more = line.left * 0.6, ""
@@ -174,18 +178,19 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     call = seen.watched.losses[0]
     least = _least(call) if len(seen.watched.losses) == len(seen.batches) else 0.0
     usual = abs(statistics.fmean(other[len(true) // 3 :]) - least)
-    late = statistics.fmean(true[len(true) // 3 :])
     steps = min(LEAST_STEPS, 2 * (seen.steps_by_heart or LEAST_STEPS))
-    if late > RISEN * true[0] > 0:
-        return judged(f"the loss rises from {true[0]:.3g} to {late:.3g}, even with the true labels", "rate_too_high", sure=False)
     samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
     lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
     figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
     if mean > 3 * error and mean > 0.01 * usual:
         return judged(figure)
+    late = true[len(true) // 3 :]
+    if min(late) > RISEN * true[0] > 0:
+        rise = f"from {true[0]:.3g} to {statistics.fmean(late):.3g}"
+        return judged(f"the loss rises {rise}, even with the true labels", "rate_too_high", sure=False)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
     figure += f", after {samples} targets"
-    if samples >= needed / 3 and mean < 3 * error and mean + 2 * error < 0.05 * usual:
+    if samples >= needed / 3 and mean < 3 * error and max(mean, 0.0) + 2 * error < 0.05 * usual:
         lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if len(true) < steps else ""
         return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
     raise Unjudged(f"{figure}: too few to tell{more}")
