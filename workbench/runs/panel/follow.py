@@ -297,12 +297,13 @@ class Follower:
 
     def _problems(self, state: State) -> list[str]:
         """The hang, losses that are not finite, and, looked for now and then, what else is wrong with the loss."""
+        not_finite = loss_note(self._losses)
         if time.monotonic() - self._judged >= ENDS_EVERY or len(self._losses) - self._seen >= LOSSES:
             self._judged, self._seen = time.monotonic(), len(self._losses)
             faults = faults_of(self._losses, LOSSES)
-            faults += [] if loss_note(self._losses) else growing_besides(self._losses, faults)
+            faults += [] if not_finite else growing_besides(self._losses, faults)
             self._faults = [*map(str, faults)]
-        return [hang_note(self._run.hang, state in (*ACTIVE, "stopped")), loss_note(self._losses), *self._faults]
+        return [hang_note(self._run.hang, state in (*ACTIVE, "stopped")), not_finite, *self._faults]
 
     def _read_ranks(self) -> None:
         self._damage = [sums.read() for sums in self._sums.values()]
