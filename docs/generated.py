@@ -98,7 +98,7 @@ def verdicts() -> str:
 
 def limits() -> str:
     """From which saving on a part is blamed, and why."""
-    limits = {"every other part": verdict.USUAL, **verdict.LIMITS}
+    limits = {**verdict.LIMITS, "every other part": verdict.USUAL}
     rows = [f"| {part} | {100 * limit.least:.0f} % | {100 * limit.least_low:.0f} % | {limit.reason} |" for part, limit in limits.items()]
     return "\n".join(["| part | saving | lower end of its interval | reason |", "|---|---|---|---|", *rows])
 

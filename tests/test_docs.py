@@ -156,7 +156,7 @@ def test_figures_are_those_of_the_results() -> None:
     }
     stated |= {page: page.read_text() for page in (PAGES / "limits.md",)}
     stated |= {page: measured_text(page.read_text()) for page in (PAGES / "how-to").glob("*.md")}
-    stated[ROOT / "README.md"] = (ROOT / "README.md").read_text().partition("## Beside other tools")[2]
+    stated[ROOT / "README.md"] = (ROOT / "README.md").read_text().partition("## Compared with other tools")[2]
     assert sum(len(figures(text)) for text in stated.values()) > 40
     for page, text in stated.items():
         strange = sorted(figure for figure in figures(text) if not re.search(rf"(?<![\d.]){re.escape(figure)}", results))
