@@ -52,8 +52,8 @@ def test_every_package_stands_on_the_page_of_the_architecture_in_order() -> None
         assert f"`{face}.py`" in ARCHITECTURE.read_text()
 
 
-def test_the_ways_of_four_travellers_stand_there() -> None:
-    ways = re.findall(r"^## The way of (.*?):", ARCHITECTURE.read_text(), re.MULTILINE)
+def test_the_architecture_follows_four_objects() -> None:
+    ways = re.findall(r"^## The path of (.*?):", ARCHITECTURE.read_text(), re.MULTILINE)
     assert ways == ["a RunSpec", "a batch", "an estimate", "a trace file"]
 
 
