@@ -321,7 +321,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         action="store_true",
         help="also run the best change, and compare its predicted gain with the measured one",
     )
-    option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
+    option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda", any GPU (cuda)')
     option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
     option("batch-lengths", "--device", required=True, help='a name, such as "H100", or "cpu" for this machine')
     option("batch-lengths", "--capacity", type=int, metavar="BYTES", help="bytes that one rank may use, instead of the device's")

@@ -1,10 +1,10 @@
 """Collects all pictures of results, `wb.plot.*`; each is in the `plot` module of its package.
 
 A picture is one Axes-level function, `(result, ax=None) -> Axes`: it draws into the Axes it is given, or into a new figure that a notebook
-shows by itself, and that `.figure.savefig("picture.png")` of the Axes saves. It changes no global state. Its ground is matplotlib's
-`figure.facecolor`, light or dark, and text reads on it; axis labels carry the unit and never a measured number. What is measured is solid;
-what is predicted is hatched, dashed or hollow (`core/display/axes.py`). Phases and parts of a step have the same colour everywhere
-(`core/display/colors.py`).
+shows by itself, and that `.figure.savefig("picture.png")` of the Axes saves. It changes no global state. Its background is matplotlib's
+`figure.facecolor`, light or dark, and text is legible on both; axis labels carry the unit and never a measured number. What is measured
+is solid; what is predicted is hatched, dashed or hollow (`core/display/axes.py`). Phases and parts of a step have the same colour
+everywhere (`core/display/colors.py`).
 
 The first line of each says what it draws; the gallery of the documentation shows them all.
 """

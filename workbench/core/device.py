@@ -57,7 +57,7 @@ class Device(display.Shown):
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """The device of that name, case and maker's prefix aside.
+        """The device of that name; case and the maker's prefix do not matter.
 
         Raises:
             ValueError: not in the table; the message lists the known devices.

@@ -1,9 +1,9 @@
 """Data: samples in any storage format, shards with checksums, orders that resume anywhere, and the repository's sample data.
 
 `wb.data.open_source` and `as_source` (`adapters.py`) read samples from a folder, tar shards and other formats (`formats/`) behind one
-interface; `samples.py` has the repository's data as datasets: `ClipArt` (pictures to decode), `FashionMnist` (pictures that cost nothing),
-`Fashion` (the same, smaller, whole batches at once) and `ByteText` (a novel), which it reads by `shards.py`. Your own data come with a
-`Task`, see `runs/task.py`.
+interface; `samples.py` has the repository's data as datasets, which it reads with `shards.py`: `ClipArt` (pictures to decode),
+`FashionMnist` (small pictures, ready in memory), `Fashion` (the same, smaller, whole batches at once) and `ByteText` (a novel). Your own
+data come with a `Task`, see `runs/task.py`.
 
 Names are loaded when they are used: importing this package loads neither torch nor numpy.
 """

@@ -46,7 +46,7 @@ class Verification(Shown, JsonDataclass):
 
     @property
     def ok(self) -> bool:
-        """Is nothing wrong?"""
+        """Whether nothing is wrong."""
         return not self.problem_count
 
     @property

@@ -51,7 +51,7 @@ class Shard(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(JsonDataclass):
-    """What a dataset in shards says of itself: its data card."""
+    """The manifest of a dataset in shards: format, fields, checksums, origin."""
 
     format: str
     count: int

@@ -45,7 +45,7 @@ class ResumeHistories(JsonDataclass, Shown):
 
     @property
     def exact(self) -> bool:
-        """Was no sample lost or repeated, and did all ranks get equally many batches?"""
+        """Whether no sample was lost or repeated, and all ranks got equally many batches."""
         return not (self.repeated or self.lost or self.uneven or self.error)
 
     @property

@@ -38,7 +38,7 @@ class ShardPlan:
 
     @property
     def edges(self) -> list[int]:
-        """The first sample of each shard, and their number; counts are equal within one."""
+        """Index of the first sample of each shard, and at the end the number of samples; shards are equal within one sample."""
         return [round(i * self.count / self.shards) for i in range(self.shards + 1)]
 
     def __str__(self) -> str:

@@ -109,7 +109,7 @@ class RunCheck(display.Shown):
 
     @property
     def ok(self) -> bool:
-        """Did the run finish well, and is every limit met? A limit on something that was not measured is not met."""
+        """Whether the run finished without an error and every limit is met. A limit on something that was not measured is not met."""
         return self.run.ok and all(budget.state == "met" for budget in self.budgets)
 
     @property

@@ -98,14 +98,14 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "health": (
         "say what went wrong with the numbers of a run: exit status 0 if nothing did, 1 if something did",
-        "Looks for a loss that is NaN, jumps or does not fall, exploding gradients, slow ranks, a hang, and what alarms said. The run may "
-        "go on. The exit status is also 1 if there is nothing to look at yet.",
+        "Looks for a loss that is NaN, jumps or does not fall, exploding gradients, slow ranks, a hang, and reported alarms. The run may "
+        "still be in progress. The exit status is also 1 if there is nothing to look at yet.",
         "workbench health runs/2026-01-31T12-00-00-train",
     ),
     "replay": (
         "repeat a step of a run with changes, and say what made it go wrong",
-        "Repeats the run from its nearest checkpoint in this process. Takes the step as it was, in a higher precision, at a lower rate, "
-        "and without each of its samples. Executes the code of the run's task.",
+        "Repeats the run from its nearest checkpoint in this process. Takes the step as it was, in a higher precision, at a lower learning "
+        "rate, and without each of its samples. Executes the code of the run's task.",
         "workbench replay runs/2026-01-31T12-00-00-train --step 300",
     ),
     "prove-resume": (

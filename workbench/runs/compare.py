@@ -21,7 +21,7 @@ from workbench.runs.spec import ScriptSpec
 
 @dataclass(frozen=True, slots=True)
 class Comparison(display.Shown):
-    """Several runs compared. The first is the baseline."""
+    """A comparison of runs. The first is the baseline."""
 
     runs: tuple[Run, ...]
     """The runs; the first is the baseline."""
@@ -66,7 +66,7 @@ class Comparison(display.Shown):
 
     @property
     def within_noise(self) -> list[bool | None]:
-        """Does each run differ from the baseline by no more than their own steps vary, or by less than 1 %? None as in `ranges`."""
+        """Whether each run differs from the baseline by no more than their own steps vary, or by less than 1 %; None as in `ranges`."""
         return [change and change[1] for change in self._changes]
 
     @property

@@ -157,7 +157,7 @@ class Run(NearestAttribute):
 
     @property
     def ok(self) -> bool:
-        """Did it finish without an error?"""
+        """Whether it finished without an error."""
         return self.state == "finished"
 
     @property

@@ -298,7 +298,7 @@ class RunSpec(_Spec):
 
     @property
     def whole_models(self) -> bool:
-        """Does each rank have the whole model, its optimizer's states perhaps left out?"""
+        """Whether each rank has the whole model (optimizer states may be sharded)."""
         return self.parallel not in SHARDED and all(getattr(self, name) == 1 for name in WAYS)
 
     @property

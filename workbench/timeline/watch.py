@@ -44,7 +44,7 @@ def watch(
         optimizer: the optimizer, or several. Without an optimizer, each batch counts as a step.
         alarm: True = report on stderr, in the notes and in the run directory when a phase, the throughput or the memory has changed
             permanently, or when the loss on which backward is called has risen permanently, and since which step. A separate thread does
-            this. Changes that it holds back are told when the loop ends; the summary of all comes at exit or with `close()`.
+            this. Changes that it still holds back are reported when the loop ends; the summary of all comes at exit or with `close()`.
             "experiments": it may then also time a small computation, which shows whether the machine became slower. "trace": if
             something became slower, it may also trace a few steps, at most three times, into the folder `alarms` of the run directory.
 

@@ -107,9 +107,9 @@ def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, file_bytes: 
 def import_weights(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load weights in the format of the Hugging Face hub, or of torch.distributed.checkpoint (DCP), into a model by name; return the model.
 
-    The files do not say of which versions the modules were (`_version`): they are taken to be those of the model.
+    A task's `model()` may return the result. In a REPL, Python would print the whole model: write `_ = wb.import_weights(…)`.
 
-    So a task's `model()` may return it. Where nothing takes it, as in a REPL, Python prints the whole model: `_ = wb.import_weights(…)`.
+    The files do not record the versions of modules (`_version`); the weights are taken to be of the model's own versions.
 
     Args:
         model: changed in place; in a task's `model()`, all ranks call this, before the model is sharded.

@@ -59,7 +59,7 @@ class Cluster(display.Shown, JsonDataclass):
 
     @property
     def measured(self) -> bool:
-        """Were all links measured?"""
+        """Whether all links were measured."""
         return set(self.measured_links) == set(LINKS)
 
     @classmethod

@@ -172,7 +172,7 @@ class DataAudit(JsonDataclass, Shown):
 
     @property
     def ok(self) -> bool:
-        """Was nothing found that makes results wrong: no leak, no conflict, no unusable sample?"""
+        """Whether nothing was found that makes results wrong: no leak, no conflict, no unusable sample."""
         return not (self.leaks or self.conflicts or self.unusable)
 
     @property
@@ -197,7 +197,7 @@ class DataAudit(JsonDataclass, Shown):
         return tuple(sorted(drops.values(), key=lambda drop: ranks.index(drop.reason)))
 
     def kept(self, split: str = "", *, without: Sequence[str] = tuple(REASONS)) -> list[int]:
-        """The numbers of the samples of a split that are not on the drop list, for `torch.utils.data.Subset`.
+        """Indices of the samples of a split that are not on the drop list, for `torch.utils.data.Subset`.
 
         Args:
             split: its name; "" if there is only one.
@@ -213,7 +213,7 @@ class DataAudit(JsonDataclass, Shown):
         return [index for index in range(self.samples[split]) if index not in gone]
 
     def split(self, validation: float = 0.2, *, seed: int = 0, split: str = "") -> tuple[list[int], list[int]]:
-        """Numbers of samples for training and for validation: equal and near samples stay together, and classes have similar shares.
+        """Indices of the samples for training and for validation: equal and near samples stay together, and classes have similar shares.
 
         Args:
             validation: share of samples in the validation set.

@@ -79,7 +79,7 @@ class FormatComparison(Shown, JsonDataclass):
     plot = plot_method("formats")
 
     def reading(self, format: str, order: str = "", place: str = "", cache: str = "") -> Reading | None:
-        """What was measured of a format; the slowest cache and farthest place that were, if not given. None = nothing."""
+        """The measurement of a format; without `place` or `cache`, of the farthest place and the slowest cache. None = not measured."""
         found = [r for r in self.readings if r.format == format and r.order == (order or self.order)]
         found = [r for r in found if (not place or r.place == place) and (not cache or r.cache == cache)]
         return min(found, key=lambda r: (r.place != "remote", r.cache != "cold"), default=None)
@@ -103,7 +103,7 @@ class FormatComparison(Shown, JsonDataclass):
 
     @property
     def speedup(self) -> float | None:
-        """Of reading a sample, by changing from the source to the recommended format; None = the source could not be read this way."""
+        """Speedup of reading a sample by changing from the source to the recommended format; None = the source was not read this way."""
         now, then = self.reading(AS_IT_IS), self.reading(self.best)
         return now.seconds / then.seconds if now is not None and then is not None else None
 
@@ -132,7 +132,7 @@ class FormatComparison(Shown, JsonDataclass):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Formats that read much more than a sample for a sample."""
+        """Warnings of formats that read much more from the disk than the sample itself."""
         return tuple(
             f"{stored.format}: a sample read at random costs its whole group of {stored.rows_read_for_one:,.0f} samples "
             f"(read amplification {stored.rows_read_for_one:,.0f}×)"
@@ -158,11 +158,11 @@ class FormatComparison(Shown, JsonDataclass):
         return copy.cpu / now.cpu if now is not None and copy is not None and now.cpu > 0 else None
 
     def reading_cpu(self, fetch_cpu: float, batch_size: int | None) -> tuple[float, float]:
-        """Of a dataset's CPU, what reading takes: (least, most).
+        """CPU seconds of a batch that reading takes, as (least, most).
 
-        Where it is known what the dataset does besides (`transform_cpu`), both are the share that reading has of the two, which were timed
-        together: a loader beside which a model trains may take more or less for the same. Where it is not, reading takes at least what it
-        took here, and at most all.
+        If it is known what else the dataset does (`transform_cpu`), both are `fetch_cpu` times the share of reading in the two, which were
+        timed together: a loader beside which a model trains may take more or less for the same work. Otherwise, reading takes at least what
+        it took here, and at most all.
 
         Args:
             fetch_cpu: seconds of CPU that the dataset takes for a batch, in a loader.

@@ -45,7 +45,7 @@ class LoaderFinding(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderReport(JsonDataclass, Shown):
-    """What a loader will do in a long training."""
+    """What a DataLoader will do wrong in a long training, with fixes."""
 
     target: str
     """The loader in words."""
@@ -62,7 +62,7 @@ class LoaderReport(JsonDataclass, Shown):
 
     @property
     def ok(self) -> bool:
-        """Does nothing break, and is nothing wrong?"""
+        """Whether nothing breaks, and no data are wrong."""
         return not any(each.severity in ("breaks", "wrong") for each in self.findings)
 
     def __getitem__(self, check: str) -> LoaderFinding:

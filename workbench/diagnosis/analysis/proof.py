@@ -58,12 +58,12 @@ class Proof(display.Shown, JsonDataclass):
 
     @property
     def gained(self) -> bool:
-        """Is the step faster beyond doubt?"""
+        """Whether the step is faster beyond doubt."""
         return self.measured.low > 1 and self.measured.mid >= MIN_GAIN
 
     @property
     def held(self) -> bool:
-        """Was the prediction right: the gain is there, and no further off than MAX_ERROR?
+        """Whether the prediction was right: the gain is there, and differs from the prediction by at most MAX_ERROR.
 
         A ceiling holds if it was not exceeded, a lower bound ("at least") if it was reached.
         """

@@ -96,7 +96,7 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def headline(self) -> str:
-        """The cause, after other processes where they take more; if there is none: those, close to linear, or no single cause."""
+        """The cause, preceded by other processes if they take more; without a cause: those, close to linear, or no single cause."""
         if self.cause:
             return f"{DISTURBED}, and {self.cause}" if self.gap[OTHERS].mid > self.gap[self.cause].mid else self.cause
         if self.efficiency > CLOSE:
@@ -105,7 +105,7 @@ class WhyNotLinear(JsonDataclass):
 
     @property
     def in_doubt(self) -> bool:
-        """Is scaling not close to linear, and no part of the gap beyond doubt?"""
+        """Whether scaling is not close to linear, and no part of the gap is certain."""
         return not self.cause and self.efficiency <= CLOSE
 
     @property
@@ -279,7 +279,7 @@ class WhyNotLinear(JsonDataclass):
             return None
 
     def worth(self, ranks: Sequence[int] | None = None, *, price_per_hour: float | None = None) -> display.Table:
-        """Are more ranks worth it? Throughput and cost per sample against the number of ranks.
+        """Whether more ranks are worth it: throughput and cost per sample against the number of ranks.
 
         Args:
             ranks: numbers of ranks to list; None = one, the measured number, and twice and four times as many.

@@ -166,7 +166,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         return self._shares(lambda h: prefix(h.module, depth) or "outside any module", "module", group)
 
     def by_operator(self, group: str | None = None) -> Shares:
-        """What each operator has allocated and is held at the peak.
+        """What each operator has allocated that is held at the peak.
 
         Raises:
             ValueError: no such group.

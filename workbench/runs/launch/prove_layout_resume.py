@@ -79,7 +79,7 @@ class LayoutResumeProof(Briefed, display.Shown):
 
     @property
     def same(self) -> bool:
-        """Is everything that could be compared the same, losses and final weights up to rounding?"""
+        """Whether everything that could be compared is the same, losses and final weights up to rounding."""
         return not self.part
 
     @property

@@ -106,7 +106,7 @@ class ResumeProof(Briefed, display.Shown):
 
     @property
     def exact(self) -> bool:
-        """Are all steps after each resume, and the end of the training, bit for bit those of the undisturbed training?"""
+        """Whether all steps after each resume, and the end of the training, are bit for bit those of the undisturbed training."""
         return self.difference is None
 
     @property
@@ -186,7 +186,7 @@ def prove_resume(
         result: for a script: the file in that folder to compare, such as "last.pt"; it should hold weights, optimizer and all other states.
         kills: how often a random rank is killed by SIGKILL, each time in another step; with `resumed=` once.
         during_save: for a script: kill it while it writes a file into its folder, to test whether it survives a truncated checkpoint. Where
-            a rank is seen saving, what child processes save beside it is not met.
+            a rank is seen saving, files that child processes write at the same time are not cut.
         seed: seed for the choice of steps and ranks.
         timeout: seconds that each of the trainings may take; None = any.
         runs_dir: where the two run directories go; None = `runs` in the current folder.
@@ -411,7 +411,7 @@ class RepeatProof(Briefed, display.Shown):
 
     @property
     def same(self) -> bool:
-        """Is all that was recorded of all steps, and of the ends of the trainings, the same bit for bit?"""
+        """Whether all that was recorded of all steps, and of the ends of the trainings, is the same bit for bit."""
         return self.difference is None
 
     @property

@@ -103,12 +103,12 @@ class ScriptResumeProof(Briefed, display.Shown):
 
     @property
     def began_again(self) -> bool:
-        """Did the last launch train all steps, as if it had found no checkpoint? False if `steps` <= 1: it is not known then."""
+        """Whether the last launch trained all steps, as if it had found no checkpoint; False if `steps` <= 1, which do not tell."""
         return 1 < self.steps <= self.last_steps
 
     @property
     def too_late(self) -> bool:
-        """Was there no kill, or were at most a step or two left to train afterwards, so that an equal result proves too little?
+        """Whether there was no kill, or at most a step or two were left to train afterwards, so that an equal result proves too little.
 
         False where `steps` <= 1.
         """
@@ -116,8 +116,9 @@ class ScriptResumeProof(Briefed, display.Shown):
 
     @property
     def exact(self) -> bool:
-        """Is the result bit for bit the same, of a script whose steps show that it went on from a checkpoint? False where `steps` <= 1, or
-        where a save could not be cut.
+        """Whether the result is bit for bit the same, and the steps show that the script continued from a checkpoint.
+
+        False if `steps` <= 1, or if a save could not be cut.
         """
         proved = self.steps > 1 and not self.began_again and not self.too_late and not self.uncut
         return proved and not self.failed and not self.differing

@@ -103,7 +103,7 @@ class Recomputation(Briefed, display.Shown):
 
     @property
     def right(self) -> bool | None:
-        """Was everything computed correctly? None = it cannot be told."""
+        """Whether everything was computed correctly; None = it cannot be told."""
         return {"right": True, "wrong": False, "wrong now": False}.get(self.verdict)
 
     @property

@@ -171,7 +171,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
 
     @property
     def enough(self) -> bool:
-        """Do the points determine the law?"""
+        """Whether the points determine the law."""
         return not self.cannot_tell
 
     def band(self, mid: float, drawn: Iterable[float]) -> Interval:
