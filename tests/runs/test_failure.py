@@ -235,6 +235,13 @@ def test_a_record_fits_on_a_full_disk(rank2: Path, monkeypatch: pytest.MonkeyPat
             "exception",
             "static_graph=True promises",
         ),
+        ("AttributeError: 'DistributedDataParallel' object has no attribute 'decode'", "exception", "into the model's forward"),
+        (
+            "RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before …",
+            "exception",
+            "only inside of the model's forward",
+        ),
+        ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.float32, …}", "exception", "view_as_real"),
     ],
 )
 def test_known_symptoms(message: str, kind: str, advice: str | None) -> None:

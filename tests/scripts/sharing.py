@@ -207,6 +207,28 @@ def pictures() -> Task:
     )
 
 
+def bypassed() -> Task:
+    """Its loss calls the model inside of DistributedDataParallel, which then reduces nothing, after a forward without gradients."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            model(batch[:, :-1])
+        return next_byte(model.module, batch)  # type: ignore[arg-type]
+
+    return gpt(loss=loss)
+
+
+def taught() -> Task:
+    """Its loss calls the model twice, and beside that a part that learns nothing without DistributedDataParallel."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = getattr(model, "module", model)(batch[:, :-1])
+        return next_byte(model, batch) + F.mse_loss(model(batch[:, :-1]), target)
+
+    return gpt(loss=loss)
+
+
 def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The mean loss of each step over the ranks, the evaluation, this rank's number of parameters."""
     spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": STEPS, "nproc_per_node": 2, **knobs})

@@ -197,7 +197,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str,
     muon = {**STAGED, "optimizer": "muon(lr=0.02)"}  # with one of two blocks in each stage
     cases |= {"muon": ("gpt", {**muon, "micro_batch": 2, "pipeline_parallel": 1}), "muon in stages": ("gpt", muon)}
     cases["denoising"] = ("denoising", STAGED)
-    cases["no plan"] = ("unplanned", SPLIT)
+    cases |= {"no plan": ("unplanned", SPLIT), "bypassed": ("bypassed", {"accumulation": 2}), "taught": ("taught", {})}
     path = tmp_path_factory.mktemp("sharing") / "cases.json"
     path.write_text(json.dumps(cases))
     folders = [path.parent / f"{place}" for place in range(len(LAUNCHED))]
@@ -380,6 +380,14 @@ def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:
     assert results["no plan"]["error"].startswith("SpecError: tensor_parallel=2: the task has no plan, and its Gpt brings none of its own")
 
 
+def test_a_loss_that_bypasses_the_wrapper(results: dict[str, dict[str, Any]]) -> None:
+    """It would train a model on each rank. Calls without gradients do not count; nor does it matter what is called beside the model."""
+    assert results["bypassed"]["error"].startswith(
+        "TaskError: the task's loss(model, batch) did not call model(…) itself, and only then are the gradients of the ranks averaged"
+    )
+    assert results["taught"]["equal"]
+
+
 def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> None:
     assert "for sharded parameters torch has fused steps of adam and adamw only; try foreach" in results["fused sgd"]["error"]
     assert len(results["split, fused"]["losses"]) == sharing.STEPS
@@ -454,6 +462,52 @@ def test_a_knob_of_ddp_reaches_it(alone: Ranks) -> None:
     assert one.model.bucket_bytes_cap == 3 * 2**20
     assert not one.model.static_graph
     assert Trainer(spec_of(static_graph=True), toy_tasks.numbers(), alone).model.static_graph
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_that_ranks_share(alone: Ranks, register: str) -> None:
+    """FSDP2 would replace the parameter, and the training would be another."""
+
+    def build() -> nn.Module:
+        model = toy_tasks.network()
+        getattr(model[2].weight, register)(lambda given: given)  # type: ignore[index]
+        return model
+
+    task = toy_tasks.numbers(model=build)
+    with pytest.raises(TaskError, match=rf"the parameter '2.weight' has a hook \({register}\).* try parallel=\"zero1\""):
+        Trainer(spec_of(parallel="fsdp"), task, alone)
+    Trainer(spec_of(parallel="zero1"), task, alone)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_attributes_of_parameters_that_ranks_share(alone: Ranks) -> None:
+    """By them, an optimizer may divide its groups."""
+
+    def build() -> nn.Module:
+        model = toy_tasks.network()
+        model[0].bias.decays = False  # type: ignore[index]
+        return model
+
+    def optimizer(weights: Any) -> torch.optim.Optimizer:
+        fixed = [weight for weight in weights if not getattr(weight, "decays", True)]
+        return torch.optim.SGD([{"params": fixed, "weight_decay": 0.0}], lr=0.1)
+
+    for parallel in ("ddp", "fsdp"):
+        trainer = Trainer(spec_of(parallel=parallel), toy_tasks.numbers(model=build, optimizer=optimizer), alone)
+        assert [weight.shape for weight in trainer.optimizer.param_groups[0]["params"]] == [(8,)], parallel
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_sparse_buffer(alone: Ranks, parallel: str) -> None:
+    def build() -> nn.Module:
+        model = toy_tasks.network()
+        model[1].register_buffer("edges", torch.eye(4).to_sparse())  # type: ignore[index]
+        return model
+
+    with pytest.raises(TaskError, match=r"the model's buffer '1.edges' is sparse, and torch cannot broadcast it .* to_dense\(\)"):
+        Trainer(spec_of(parallel=parallel), toy_tasks.numbers(model=build), alone)
 
 
 def test_an_optimizer_that_cannot_be_dealt_out(alone: Ranks) -> None:

@@ -129,6 +129,24 @@ _SYMPTOMS = (
         "exception",
         "Some parameters get no gradient in some steps: find_unused_parameters=True, for a spec or in DistributedDataParallel(…).",
     ),
+    Symptom(
+        r"'DistributedDataParallel' object has no attribute",
+        "exception",
+        "The model is called through DistributedDataParallel, which averages the gradients of the ranks only if it is called itself: put what "
+        "needs gradients, such as encode and decode, into the model's forward. Attributes are those of getattr(model, 'module', model).",
+    ),
+    Symptom(
+        r"got mixed torch.Tensor and DTensor",
+        "exception",
+        "Where ranks share the parameters (FSDP2, tensor parallelism), these are whole only inside of the model's forward: put what computes "
+        'with them there, such as encode and decode or a penalty on weights, and call model(…) itself; or try parallel="zero1".',
+    ),
+    Symptom(
+        r"FSDP expects uniform original parameter dtype",
+        "exception",
+        'FSDP2 gathers parameters together, which needs one dtype: try parallel="zero1", or give them one, such as model.float(), and '
+        "complex ones as torch.view_as_real gives them.",
+    ),
 )
 
 

@@ -1,8 +1,9 @@
 """Sharded tensors (torch's DTensor): this rank's part, the full tensor, parameters broadcast to all ranks, and gradient clipping."""
 
+import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -72,6 +73,34 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None, dev
         dist.broadcast(on_device, source, group=ranks)
         if on_device is not part:
             part.copy_(on_device)
+
+
+@contextlib.contextmanager
+def keeping_attributes(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be replaced by this rank's parts of them, which get the attributes that a task has set on its parameters.
+
+    Raises:
+        TaskError: such a parameter has a hook, which torch would not call for its part.
+    """
+    before = {name: (dict(vars(weight)), _hook_of(weight)) for name, weight in module.named_parameters()}
+    yield
+    for name, weight in module.named_parameters():
+        if dtensor_spec(weight) is None:
+            continue
+        attributes, hook = before[name]
+        if hook:
+            raise TaskError(
+                f"the parameter {name!r} has a hook ({hook}), which torch does not call where ranks share the parameter (FSDP2, tensor or "
+                'expert parallelism); try parallel="zero1", or do in the model\'s forward what the hook does'
+            )
+        for attribute in attributes.keys() - vars(weight).keys():
+            setattr(weight, attribute, attributes[attribute])
+
+
+def _hook_of(weight: nn.Parameter) -> str:
+    """How a hook was added to a parameter; "" = it has none."""
+    hooks = {"register_hook": weight._backward_hooks, "register_post_accumulate_grad_hook": weight._post_accumulate_grad_hooks}
+    return next((name for name, added in hooks.items() if added), "")
 
 
 def use_local_parameters(module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from workbench.runs.spec import SHARDED, RunSpec, SpecError
+from workbench.runs.task import TaskError
 from workbench.runs.training_knobs import COMPRESSIONS, ONE_BUCKET, parse_call
 from workbench.train.blocks import find_blocks
 from workbench.train.offload import mark_on_host
@@ -53,7 +54,16 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
         module: the full model; the first rank's parameters count. On the device; for FSDP2 in host memory, from which blocks are moved one
             by one, so that the full model need not fit the device.
         again: DDP was around it before: each rank keeps its weights and buffers, such as its statistics of batch norm.
+
+    Raises:
+        SpecError: a knob does not fit this machine or this torch.
+        TaskError: the model has a sparse buffer.
     """
+    if sparse := [name for name, buffer in module.named_buffers() if buffer.layout != torch.strided]:
+        raise TaskError(
+            f"the model's buffer {sparse[0]!r} is sparse, and torch cannot broadcast it to the ranks; try its to_dense(), or keep it as a "
+            "plain attribute and move it to the device of the input in the forward"
+        )
     if spec.parallel in SHARDED:
         if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise SpecError(
@@ -197,6 +207,29 @@ def accumulating(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]
     if fsdp and isinstance(model, fsdp.FSDPModule):
         return _unreduced(model, last)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def calling(model: nn.Module) -> Iterator[None]:
+    """Context of a loss that calls a model: DDP prepares the reduction of a backward only in its own forward.
+
+    Raises:
+        TaskError: it did not call DDP, so that each rank would train a model of its own.
+    """
+    if not isinstance(model, DistributedDataParallel) or dist.get_world_size(model.process_group) == 1:
+        yield
+        return
+    prepared: list[bool] = []
+    handle = model.register_forward_pre_hook(lambda *_: prepared.append(torch.is_grad_enabled()))
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not any(prepared):
+        raise TaskError(
+            "the task's loss(model, batch) did not call model(…) itself, and only then are the gradients of the ranks averaged: put what it "
+            "does with model.module, such as encode and decode, into the model's forward, and call model(…)"
+        )
 
 
 @contextlib.contextmanager

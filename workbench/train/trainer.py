@@ -33,7 +33,7 @@ from workbench.train.precision import Precision, check_tf32
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import Layout, Ranks, changed_layout
 from workbench.train.sample_order import go_on, position_of
-from workbench.train.sharded_tensors import broadcast_parameters, local_part
+from workbench.train.sharded_tensors import broadcast_parameters, keeping_attributes, local_part
 from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.stages import cut, keep_only
 from workbench.train.step_weights import StepWeights
@@ -120,14 +120,15 @@ class Trainer:
             self.module = self.module.to(ranks.device)
         if spec.channels_last and not sharded:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        split_layers(self.module, task, self.layout, ranks.device)
-        self._experts = DividedExperts(self.module, self.layout, ranks.device) if self.layout.experts else None
-        compile_parts(self.module, spec.compile)
-        if self.pipeline:
-            self.model = self.module
-            self.pipeline.wrap(self._distributed_stage, self.precision.autocast)
-        else:
-            self.model = self.module if alone else sharding.distribute(self.module, spec, self.layout, ranks.device)
+        with keeping_attributes(self.module):
+            split_layers(self.module, task, self.layout, ranks.device)
+            self._experts = DividedExperts(self.module, self.layout, ranks.device) if self.layout.experts else None
+            compile_parts(self.module, spec.compile)
+            if self.pipeline:
+                self.model = self.module
+                self.pipeline.wrap(self._distributed_stage, self.precision.autocast)
+            else:
+                self.model = self.module if alone else sharding.distribute(self.module, spec, self.layout, ranks.device)
         self.optimizer = place_optimizer(
             build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr, decayed=spec.weight_decay_on, hidden=hidden),
             share=spec.parallel == "zero1",
@@ -359,7 +360,8 @@ class Trainer:
 
     def forward(self, batch: Any) -> Tensor:
         """A micro-batch's part of the loss of a step."""
-        return self._loss(self.model, batch)
+        with sharding.calling(self.model):
+            return self._loss(self.model, batch)
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         smoothing = self._smoothing.in_forward() if self._smoothing else contextlib.nullcontext()
