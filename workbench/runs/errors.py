@@ -132,14 +132,14 @@ _SYMPTOMS = (
     Symptom(
         r"'DistributedDataParallel' object has no attribute",
         "exception",
-        "The model is called through DistributedDataParallel, which averages the gradients of the ranks only if it is called itself: put what "
-        "needs gradients, such as encode and decode, into the model's forward. Attributes are those of getattr(model, 'module', model).",
+        "The model is called through DistributedDataParallel, which averages the gradients of the ranks only if it is called itself: put "
+        "what needs gradients, such as encode and decode, into the model's forward. Attributes are those of model.module.",
     ),
     Symptom(
         r"got mixed torch.Tensor and DTensor",
         "exception",
-        "Where ranks share the parameters (FSDP2, tensor parallelism), these are whole only inside of the model's forward: put what computes "
-        'with them there, such as encode and decode or a penalty on weights, and call model(…) itself; or try parallel="zero1".',
+        "Where ranks share the parameters (FSDP2, tensor parallelism), these are whole only inside of the model's forward: put what "
+        'computes with them there, such as encode and decode or a penalty on weights, and call model(…) itself; or try parallel="zero1".',
     ),
     Symptom(
         r"FSDP expects uniform original parameter dtype",

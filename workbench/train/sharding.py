@@ -227,8 +227,8 @@ def calling(model: nn.Module) -> Iterator[None]:
         handle.remove()
     if not any(prepared):
         raise TaskError(
-            "the task's loss(model, batch) did not call model(…) itself, and only then are the gradients of the ranks averaged: put what it "
-            "does with model.module, such as encode and decode, into the model's forward, and call model(…)"
+            "the task's loss(model, batch) did not call model(…) itself, and only then are the gradients of the ranks averaged: put what "
+            "it does with model.module, such as encode and decode, into the model's forward, and call model(…)"
         )
 
 
