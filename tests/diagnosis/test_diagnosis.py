@@ -16,7 +16,7 @@ from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
-from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.evidence import Evidence, Loading
 from workbench.diagnosis.analysis.model_errors import MODEL_ERRORS
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy, surest_first
@@ -238,6 +238,14 @@ def unsteady(*ratios: float, **world: object) -> Evidence:
         for name, more in (("precision=amp_bf16", 1.01), ("threads=1", 1.0))
     }
     return dataclasses.replace(evidence, arms={**evidence.arms, **arms})
+
+
+def test_noise_of_a_generator_asks_for_batches_that_can_be_read_again() -> None:
+    evidence = World(cpu=0.004, noise=0.25, pairs=5).evidence(noise=Noise(cores=2.0, foreign=1.4, spread=0.5))
+    assert Diagnosis.of(evidence).next == "Diagnose again when the machine is quieter."
+    once = Diagnosis.of(dataclasses.replace(evidence, loading=Loading(kind="once", alone=0.001)))
+    assert (once.verdict, once.cause) == ("inconclusive", "noise")
+    assert once.next.startswith("Diagnose again with batches that can be read more than once, such as list(itertools.islice(")
 
 
 def test_what_was_tried_and_is_not_clear_is_said() -> None:

@@ -26,6 +26,7 @@ from tests.played_steps import Clock, laps
 from workbench.core import units
 from workbench.core.statistics import LOOKS
 from workbench.core.system_load import LoadMeter, Noise, RunQueueDelay
+from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.measure import experiment as experiment_module
@@ -306,6 +307,24 @@ def test_accumulation_gives_tuples(work: Clock) -> None:
     assert (evidence.accumulation, evidence.samples) == (3, 12.0)
     assert evidence.arms["doubled"].samples == 2
     assert not lengths  # it was emptied again
+
+
+@pytest.mark.parametrize(("backwards", "micro_batches"), [(3, 3), (1, 1)])
+def test_a_list_of_micro_batches(work: Clock, backwards: int, micro_batches: int) -> None:
+    """It holds as many as backward is called; where it is called once, they may be samples."""
+    training = Training()
+
+    def step(batches: list[Any]) -> None:
+        for batch in batches[:backwards]:
+            training.step(batch)
+        work.now += 0.004 * backwards + 0.001 * sum(len(batch[0]) for batch in batches)
+
+    made = [next(iter(DataLoader(Samples(clock=work), batch_size=4))) for _ in range(3)]
+    evidence = experiment(step, [made] * 8, budget_s=12)
+    assert evidence.micro_batches == micro_batches
+    assert (evidence.accumulation, evidence.samples) == (1, None)
+    if micro_batches > 1:
+        assert 0.006 < Costs.of(evidence).fixed < 0.018, "of 0.012, beside what the optimizer is taken to need"
 
 
 def test_a_step_that_fails_at_its_third_call() -> None:

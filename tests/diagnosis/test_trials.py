@@ -419,7 +419,7 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
 
     def names(foreign: float, ranks: int = 1) -> list[str]:
         noise, cpu = Noise(cores=2.0, foreign=foreign), torch.device("cpu")
-        some = treatments([], [], replay, device=cpu, precision="fp32", accumulation=1, world_size=ranks, gc_share=0.0, noise=noise)
+        some = treatments([], [], replay, device=cpu, precision="fp32", micro_batches=1, world_size=ranks, gc_share=0.0, noise=noise)
         return [one.name for one in some]
 
     before = torch.get_num_threads()
@@ -462,7 +462,7 @@ def test_tf32_is_tried_where_products_are_strict(
     replay.hold([torch.zeros(2)])
     options: dict[str, Any] = {
         "device": torch.device("cpu"),
-        "accumulation": 1,
+        "micro_batches": 1,
         "world_size": 1,
         "gc_share": 0.0,
         "noise": Noise(cores=2.0),

@@ -95,7 +95,7 @@ def test_fp16_arms_and_changes_skip_overflows(monkeypatch: pytest.MonkeyPatch) -
     replay = CachedBatches()
     replay.hold([setup.batch])
     monkeypatch.setattr("workbench.diagnosis.measure.trials.has_tf32", lambda device: False)
-    arms: dict[str, Any] = {"device": torch.device("cuda"), "precision": "fp32", "accumulation": 1, "world_size": 1, "gc_share": 0.0}
+    arms: dict[str, Any] = {"device": torch.device("cuda"), "precision": "fp32", "micro_batches": 1, "world_size": 1, "gc_share": 0.0}
     arms["noise"] = Noise(cores=2.0)
     (variant,) = [one for one in treatments([setup.model], [setup.optimizer], replay, **arms) if one.name == "precision=amp_fp16"]
     for context in (variant.on(), ablations.changed_step({"precision": "amp_fp16"}, [setup.model], [setup.optimizer])):

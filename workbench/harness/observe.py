@@ -25,7 +25,7 @@ from workbench.core.checks import objects, real_number, whole_number
 from workbench.core.interrupts import defer_interrupts, deliver_interrupt
 from workbench.harness import ablations, device_clock
 from workbench.harness.ablations import DTYPES
-from workbench.harness.batches import padding_of, tensor_versions, tensors_of
+from workbench.harness.batches import micro_batches_in, padding_of, tensor_versions, tensors_of
 from workbench.harness.blocks import BlockTimer, DiagnoseError
 from workbench.harness.discover import ReachableState, describe, discover, is_compiled, name_of
 from workbench.harness.feed import Feed
@@ -260,6 +260,23 @@ def dtype_of(models: Sequence[nn.Module]) -> str:
 
 
 @contextlib.contextmanager
+def counted_backwards() -> Iterator[list[None]]:
+    """Inside, a list gets an entry for each call of backward()."""
+    calls: list[None] = []
+    backward = torch.autograd.backward
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(None)
+        backward(*args, **kwargs)
+
+    torch.autograd.backward = counted
+    try:
+        yield calls
+    finally:
+        torch.autograd.backward = backward
+
+
+@contextlib.contextmanager
 def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
     """Collects in which precision the innermost modules with weights are called."""
     seen: list[str] = []
@@ -346,6 +363,8 @@ class StepFacts:
     """CUDA graphs that one step launches."""
     tables: DenseTables
     """What the optimizer's first step showed of embedding tables."""
+    micro_batches: int
+    """Batches that one step takes: `accumulation`, or those in a list that the loader gives as one."""
 
 
 def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: ReachableState, until: float, notes: list[str]) -> StepFacts:
@@ -365,7 +384,8 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         saved.add(discover(optimizer))
 
     with recorded_precisions(state.models, bench.device) as precisions:
-        with on_new_optimizer(state.optimizers, meet), recorded_replays() as replays, recorded_tables(state.models) as tables:
+        watches = on_new_optimizer(state.optimizers, meet), counted_backwards(), recorded_replays(), recorded_tables(state.models)
+        with watches[0], watches[1] as backwards, watches[2] as replays, watches[3] as tables:
             bench.warm([batch], _watching_use(bench.step, notes))
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
@@ -386,6 +406,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         written=written,
         replays=replays,
         tables=tables,
+        micro_batches=feed.accumulation if feed.accumulation > 1 else micro_batches_in(batch, len(backwards)),
         reduces=bench.peers.world_size > 1 and _reduces(bench, feed, state, notes),
     )
 

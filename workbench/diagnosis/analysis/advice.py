@@ -32,7 +32,10 @@ TO_COMPARE = (
 MIN_TRAINING = 0.25
 """Fraction of the step that training takes at the least for fewer threads to be named. Chosen: of less, they change little. It decides
 whether a sentence is there."""
-AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
+ONCE = (
+    "Diagnose again with batches that can be read more than once, such as list(itertools.islice(batches, 64)), when the machine is quieter."
+)
+"""Where the loader was a generator."""
 QUIETER = "Diagnose again when the machine is quieter."
 MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
 TO_LEARN_MORE = {
@@ -41,7 +44,7 @@ TO_LEARN_MORE = {
     UNMARKED: f"Let the loop be measured, for batch in wb.watch(batches, model=model): …, and diagnose it again. Or {EXPERIMENT}",
     HIDDEN_REDUCTION: f"Find out by experiment. {EXPERIMENT}",
 }
-"""Cause of an inconclusive verdict → what to do; the rest: AGAIN."""
+"""Cause of an inconclusive verdict → what to do; the rest: QUIETER, and a larger budget only where it was used up."""
 TRIED = "tried, but not clear whether it gains"
 """How a list of changes begins of which the measurements vary too much."""
 MIN_UNCLEAR_GAIN = 0.1
@@ -177,7 +180,8 @@ class Advice:
             return FIND_NAN
         if self.judgement.verdict == "inconclusive":
             unsure = self.evidence.observed and self.judgement.cause in ("noise", "too few measurements")
-            usual = TO_LEARN_MORE.get(self.judgement.cause, AGAIN)
+            once = self.evidence.loading is not None and self.evidence.loading.kind == "once"
+            usual = TO_LEARN_MORE.get(self.judgement.cause, ONCE if once else f"{QUIETER} {self._larger_budget}".strip())
             enough = self._larger_budget if self.judgement.cause == "not enough was tried" else ""
             return (MORE_STEPS if unsure else enough or usual) + self._not_recommended
         if not self.remedies:
@@ -206,7 +210,7 @@ class Advice:
         more = self._larger_budget
         if first := next(iter(self.unclear), ""):
             listed = f"{TRIED.capitalize()}: {', '.join(self.unclear.values())}."
-            return f"{listed} {more or AGAIN} prove({first!r}) tries one of them, for as long as you say."
+            return f"{listed} {more or QUIETER} prove({first!r}) tries one of them, for as long as you say."
         if more:
             return more
         if self.judgement.verdict != "compute-bound":

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.system_load import Noise
@@ -95,6 +96,22 @@ class Loading:
     """Where making a batch in this process spends its time: "file.py:12 function" and its share, largest first."""
     random_lines: tuple[tuple[str, float], ...] = ()
     """Those of `slow_lines` that draw random numbers, such as augmentation: nobody can do them beforehand."""
+
+    def within(self, line: str) -> str:
+        """The share of a slow line, in words; and that of its function, where other slow lines are in it, too.
+
+        >>> Loading(kind="list", slow_lines=(("a.py:7 warp", 0.36), ("a.py:5 warp", 0.3))).within("a.py:7 warp")
+        'at least 66 % in warp, 36 % in the line a.py:7 alone'
+        >>> Loading(kind="list", slow_lines=(("a.py:7 warp", 0.36),)).within("a.py:7 warp")
+        '36 % in a.py:7 warp'
+        """
+        place, _, function = line.partition(" ")
+        file = place.rpartition(":")[0]
+        share = dict(self.slow_lines)[line]
+        more = sum(other for name, other in self.slow_lines if name.startswith(f"{file}:") and name.partition(" ")[2] == function)
+        if more == share:
+            return f"{units.percent(share)} in {line}"
+        return f"at least {units.percent(min(more, 1.0))} in {function}, {units.percent(share)} in the line {place} alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +239,8 @@ class Evidence(JsonDataclass):
     device: str = "cpu"
     world_size: int = 1
     accumulation: int = 1
+    micro_batches: int = 1
+    """Batches for each of which a step calls backward: `accumulation`, or as many as the list holds that it takes as one batch."""
     threads: int = 1
     """Threads per operator of each rank."""
     samples: float | None = None

@@ -198,7 +198,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
             _less_cpu(feeding, fixed * (1 - left_cpu)),
             f"{units.percent(1 - left_cpu)} of the dataset's CPU{' that is not random' * bool(drawn)}, {units.percent(fixed)} of making a "
             "batch, is gone",
-            "disk space (decoded pictures take about 14 times that of JPEG); what is random, such as augmentation, has to stay",
+            "disk space (for decoded pictures about 14 times that of JPEG); what is random, such as augmentation, has to stay",
         ),
         (
             ("dataset code", "oversubscribed", "slow samples") if drawn else ("random",),
@@ -241,8 +241,9 @@ def _cheaper(loading: Loading) -> str:
     fixed = next((item for item in loading.slow_lines if item not in loading.random_lines), None)
     if fixed and fixed[1] >= MIN_LINE:
         return (
-            f"Make {fixed[0]} cheaper ({units.percent(fixed[1])} of the time of a batch): compute once what is the same for all samples, "
-            "and do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize), and store it as arrays."
+            f"Make {fixed[0]} cheaper (of the time of a batch, {loading.within(fixed[0])}): work on whole arrays instead of loops, compute "
+            "once what is the same for all samples, and do once, beforehand, what each epoch repeats and is not random (decode, resize, "
+            "tokenize), and store it as arrays."
         )
     return (
         "Do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize, compute), and store it as arrays; or "

@@ -28,7 +28,7 @@ from workbench.diagnosis.analysis.remedy import (
 )
 from workbench.diagnosis.analysis.script_remedies import from_outside, set_by
 from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.analysis.untried_remedies import less_own_code, sparse_tables
+from workbench.diagnosis.analysis.untried_remedies import fewer_micro_batches, less_own_code, sparse_tables
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
 from workbench.runs.spec import RunSpec, Spec
 
@@ -40,6 +40,7 @@ REMOVES = {
     "optimizer": ("optimizer", "many tensors"),
     "gc": ("garbage collection",),
     "micro_batch": ("small batch",),
+    "fewer micro-batches": ("small batch", "python", "launches"),
 }
 """Knob → the causes that a change of it removes. It shortens other steps, too."""
 
@@ -480,5 +481,6 @@ SOURCES: dict[Callable[[Case], Iterator[Remedy | None]], str] = {
     _stalls: "stalled",
     _arms: "",
     _batch: "",
+    fewer_micro_batches: "",
 }
-"""Source of remedies → the verdict whose cause they remove. Those of the last two shorten any step."""
+"""Source of remedies → the verdict whose cause they remove. Those of the last three shorten any step."""

@@ -1,11 +1,13 @@
-"""Derives remedies of training that no experiment tries: sparse gradients of large embedding tables, less work in the step's own code."""
+"""Derives remedies that no experiment tries: fewer micro-batches, sparse gradients of embedding tables, less code of the step's own."""
 
 import math
 from collections.abc import Iterator
 
 from workbench.core import units
 from workbench.diagnosis.analysis.causes import own_code
-from workbench.diagnosis.analysis.remedy import MIN_BATCH_SPEEDUP, Case, Remedy, ceiling
+from workbench.diagnosis.analysis.costs import widened
+from workbench.diagnosis.analysis.remedy import MIN_BATCH_SPEEDUP, Case, Remedy, ceiling, if_worthwhile
+from workbench.runs.spec import RunSpec
 
 ROW_COST = {"fused": 50.0, "": 8.0}
 """Implementation of the optimizer → how many times as long as it SparseAdam takes for a row. Measured on one core with 200,000 rows of 32
@@ -51,6 +53,33 @@ def sparse_tables(case: Case) -> Iterator[Remedy | None]:
         f"are in the tables, {share} of their rows have a gradient, and updating such a row takes "
         f"{f'{cost:g} times as long' if cpu else 'as long as now'}; what backward saves is not counted",
         costs=COSTS,
+    )
+
+
+def fewer_micro_batches(case: Case) -> Iterator[Remedy | None]:
+    """The samples of a step in one micro-batch, where forward and backward of a micro-batch take time that does not grow with it."""
+    e, c, count = case.evidence, case.costs, case.evidence.micro_batches
+    arm = e.arm("doubled")
+    if arm is None or count < 2 or math.isnan(c.fixed):
+        return
+    slope = c.cached / (arm.samples - 1)  # of `fixed` with what the arm saved
+    saved, gone = widened(e, arm), 1 - 1 / count
+    seconds = [gone * max(0.0, c.fixed + slope * (end - saved.mid)) for end in (saved.low, saved.mid, saved.high)]
+    low, speedup, high = (case.model.without(each) for each in seconds)
+    size = case.model.knobs["micro_batch"] if isinstance(case.spec, RunSpec) else None
+    yield if_worthwhile(
+        Remedy(
+            name="fewer micro-batches",
+            change=case.turnable({"micro_batch": size * count, "accumulation": 1}) if size else {},
+            what=f"Put the samples of the {count} micro-batches of a step into one, or into as few as memory allows.",
+            speedup=speedup,
+            low=min(low, speedup),
+            high=max(high, speedup),
+            formula=f"measured: with {units.times(arm.samples)} the samples in each micro-batch, the step without its loader takes "
+            f"{units.times(1 - arm.saved.mid)} as long, so that {units.seconds(c.fixed)} of it do not grow with them; in one micro-batch "
+            f"1/{count} of that is left; in half as many, the step would be {units.times(case.model.without(c.fixed / 2))} as fast",
+            costs="memory for the activations of more samples at once; batch norm sees larger batches",
+        )
     )
 
 

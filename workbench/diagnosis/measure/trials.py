@@ -75,7 +75,7 @@ def treatments(
     *,
     device: torch.device,
     precision: str,
-    accumulation: int,
+    micro_batches: int,
     world_size: int,
     gc_share: float,
     optimizer_share: float = 1.0,
@@ -89,14 +89,14 @@ def treatments(
         replay: the batches that are used again.
         device: device on which the step computes.
         precision: precision of the step: "fp32", "amp_bf16" or "amp_fp16".
-        accumulation: batches per step.
+        micro_batches: batches in what step() takes; where there is one, it takes that, and else a list or tuple of them.
         world_size: number of ranks that train together.
         gc_share: fraction of the step that Python's garbage collector takes.
         optimizer_share: fraction of the full step that the optimizer takes at most; another implementation saves no more.
         noise: what other processes took so far.
     """
     first = replay.first
-    each = _each(accumulation)
+    each = _each(micro_batches)
     treatments: list[Variant] = []
     if world_size > 1:
         treatments.append(Variant(name="no_sync", on=partial(ablations.without_reduction, models)))
@@ -168,16 +168,16 @@ def _with_threads(count: int) -> Variant:
     return Variant(name=f"threads={count}", on=partial(ablations.threads, count))
 
 
-def _each(accumulation: int) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def _each(micro_batches: int) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Does a function on batches to each of those that one step takes; None if it gives that for one of them."""
 
     def of(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        if accumulation == 1:
+        if micro_batches == 1:
             return function
 
-        def on_all(batches: tuple[Any, ...]) -> Any:
+        def on_all(batches: list[Any] | tuple[Any, ...]) -> Any:
             results = [function(batch) for batch in batches]
-            return None if any(result is None for result in results) else tuple(results)
+            return None if any(result is None for result in results) else type(batches)(results)
 
         return on_all
 
