@@ -103,6 +103,8 @@ def test_fewer_micro_batches_where_each_has_a_fixed_cost() -> None:
     spec = SPEC.replace(accumulation=16)
     turned = remedies(dataclasses.replace(world.evidence(), micro_batches=16, accumulation=16), spec)["fewer micro-batches"]
     assert turned.change == {"micro_batch": 16 * spec.micro_batch, "accumulation": 1}
+    assert "micro_batch=64" in remedies(world.evidence(), SPEC)
+    assert "micro_batch=64" not in remedies(dataclasses.replace(world.evidence(), micro_batches=16, accumulation=16), spec)
 
 
 RARE = Tables(names=("items", "users"), numbers=16_000_000, touched=0.005)
