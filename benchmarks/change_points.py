@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from workbench.core.display.table import Table
 from workbench.core.vocabulary import PHASES
-from workbench.timeline.alarm import StepAlarm, Told, resident
+from workbench.timeline.alarm import StepAlarm, resident
+from workbench.timeline.analysis.alarm_events import AlarmEvent
 from workbench.timeline.analysis.change_points import BLOCK, ChangePoints
 
 SIZES = (1.1, 1.15, 1.25, 1.5, 2.0)
@@ -49,14 +50,14 @@ def losses(count: int, chance: np.random.Generator, *, first: int = 0) -> NDArra
     return result
 
 
-def told(values: Sequence[float], *, upward: bool = False) -> list[tuple[int, float]]:
+def reported(values: Sequence[float], *, upward: bool = False) -> list[tuple[int, float]]:
     """Steps since which the level is another one, or a higher one, and by how much."""
     blocks = np.array(values[: len(values) // BLOCK * BLOCK]).reshape(-1, BLOCK, 1)
     return [(change.step, change.ratio) for change in ChangePoints(["step"], upward=upward).add_blocks(0, blocks)]
 
 
 def rule_of_thumb(values: Sequence[float]) -> list[tuple[int, float]]:
-    """The mean of the last 50 steps against that of the 500 before, told again when it was below in between."""
+    """The mean of the last 50 steps against that of the 500 before, reported again when it was below in between."""
     recent: deque[float] = deque(maxlen=50)
     before: deque[float] = deque(maxlen=500)
     now = then = 0.0
@@ -86,7 +87,7 @@ def comes_and_goes(size: float, *, apart: int, runs: int) -> tuple[int, int, int
         values, starts = noisy(4000, chance), range(1000, 3400, LASTS + apart)
         for start in starts:
             values[start : start + LASTS] *= size
-        changes = told(values.tolist())
+        changes = reported(values.tolist())
         found = [
             sum(any((ratio > 1) == up and abs(step - start - after) <= LASTS // 2 for step, ratio in changes) for start in starts)
             for up, after in ((True, 0), (False, LASTS))
@@ -108,25 +109,25 @@ def of_two_lengths(count: int, chance: np.random.Generator, part: float, longer:
     return seconds
 
 
-def alarms_of(seconds: NDArray[np.float64]) -> list[Told]:
-    """What an alarm tells of a whole training."""
+def alarms_of(seconds: NDArray[np.float64]) -> list[AlarmEvent]:
+    """What an alarm reports over a whole training."""
     rows, follower = [(*row, 32) for row in (1e9 * seconds).astype(int).tolist()], StepAlarm()
-    some = [told for first in range(0, len(rows), 300) for told in follower.see(rows[first : first + 300])]
+    some = [event for first in range(0, len(rows), 300) for event in follower.see(rows[first : first + 300])]
     return some + follower.see([], waits=False, last=True)
 
 
 def planted_in_phases(runs: int) -> tuple[int, int, int]:
-    """Slowdowns of LASTS steps by 10 to 50 % of a step, in one of its phases: how many were told, and by that phase, and what else was."""
+    """Slowdowns of LASTS steps by 10 to 50 % of a step, in one of its phases: how many were reported, by that phase, and what else was."""
     right = near = other = 0
     for seed in range(runs):
         chance, place, share = np.random.default_rng(seed), seed % len(PHASES), (0.1, 0.12, 0.15, 0.25, 0.5)[seed % 5]
         seconds, start = phases(2200, chance), int(chance.integers(1000, 1900))
         seconds[start : start + LASTS, place] += share * 0.1
-        slower = [told for told in alarms_of(seconds) if told.slower]
-        there = [told for told in slower if abs(told.step - start) <= 60]
+        slower = [event for event in alarms_of(seconds) if event.slower]
+        there = [event for event in slower if abs(event.step - start) <= 60]
         near, right, other = (
             near + bool(there),
-            right + any(told.phase == PHASES[place] for told in there),
+            right + any(event.phase == PHASES[place] for event in there),
             other + len(slower) - bool(there),
         )
     return near, right, other
@@ -154,9 +155,9 @@ def main() -> None:
     rows = []
     by_hand = "mean of 50 against 500"
     tried: list[tuple[str, Callable[..., NDArray[np.float64]], str, Callable[..., list[tuple[int, float]]]]] = [
-        ("step times", noisy, "Bayesian change points", told),
+        ("step times", noisy, "Bayesian change points", reported),
         ("step times", noisy, by_hand, rule_of_thumb),
-        ("losses", losses, "Bayesian change points", functools.partial(told, upward=True)),
+        ("losses", losses, "Bayesian change points", functools.partial(reported, upward=True)),
         ("losses", losses, by_hand, rule_of_thumb),
     ]
     for kind, made, name, method in tried:
@@ -187,7 +188,9 @@ def main() -> None:
     planted = given.slowdowns // 5 * 3
     near, right, other = planted_in_phases(planted)
     false_alarms = len(alarms_of(phases(given.steps, np.random.default_rng(4))))
-    print(f"whole alarms: {near} of {planted} slowdowns in one phase are told, {right} by that phase, {other} other slowdowns;", end=" ")
+    print(
+        f"whole alarms: {near} of {planted} slowdowns in one phase are reported, {right} by that phase, {other} other slowdowns;", end=" "
+    )
     print(f"{false_alarms} alarms in {given.steps:,} healthy steps")
     for part, longer in itertools.product((0.25, 0.33, 0.4), (0.1, 0.3)):
         false_alarms = len(alarms_of(of_two_lengths(given.steps, np.random.default_rng(5), part, longer)))

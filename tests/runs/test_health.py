@@ -34,7 +34,7 @@ from workbench.runs.loss_faults import (
 )
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
-from workbench.timeline.analysis.told import Told, digest
+from workbench.timeline.analysis.alarm_events import AlarmEvent, digest
 from workbench.timeline.timeline import Step, Timeline
 
 Make = Callable[..., HandMade]
@@ -315,7 +315,7 @@ def test_a_run_tells_a_rise_once(by_hand: Make) -> None:
         rows = [{"step": at, "lr": 0.1, "loss": 2 + value + size * (at > 500)} for at, value in enumerate(noise.tolist(), 1)]
         writer.write([*rows, {"step": 1000, "accuracy": 0.5}])
         writer.close()
-        told = Told(rank=0, step=490, phase="loss", before=2.0, after=2.5, share=0.0)
+        told = AlarmEvent(rank=0, step=490, phase="loss", before=2.0, after=2.5, share=0.0)
         run.steps(2)
         if alarm:
             run_directory.LineWriter(run.path / run_directory.rank_file(0)).write([{"alarm": told.to_row()}])
@@ -488,7 +488,7 @@ def test_a_report_tells_an_alarm_once(by_hand: Make) -> None:
     from workbench.runs.page import run_text
 
     made = by_hand(spec=ScriptSpec(script="/x/train.py", watch=True).to_json()).steps(60)
-    alarm = Told(rank=0, step=1200, phase="forward", before=0.001, after=0.002, share=0.5)
+    alarm = AlarmEvent(rank=0, step=1200, phase="forward", before=0.001, after=0.002, share=0.5)
     notes = [{"note": f"warning: {alarm.words()}"}, {"note": f"alarms: {digest([alarm])}"}, {"note": "timed by hand"}]
     with contextlib.closing(run_directory.LineWriter(made.path / run_directory.rank_file(0))) as writer:
         writer.write([{"alarm": alarm.to_row()}, *notes])
@@ -503,7 +503,7 @@ def test_alarms_of_ranks_about_one_event_are_one_note(by_hand: Make) -> None:
     made = by_hand(spec=spec.to_json()).steps(60)
     events = {0: [(700, "other", 4.2)], 1: [(708, "other", 4.4), (90, "memory", 2e9)], 2: [(700, "other", 0.1), (900, "other", 4.0)]}
     for rank, alarms in events.items():
-        told = [Told(rank=rank, step=step, phase=phase, before=1.0, after=after, share=0.5) for step, phase, after in alarms]
+        told = [AlarmEvent(rank=rank, step=step, phase=phase, before=1.0, after=after, share=0.5) for step, phase, after in alarms]
         with contextlib.closing(run_directory.LineWriter(made.path / run_directory.rank_file(rank))) as writer:
             writer.write([row for alarm in told for row in ({"note": f"warning: {alarm.words(3)}"}, {"alarm": alarm.to_row()})])
     notes = [note.partition(" (")[0] for note in Run.load(made.ended("finished").path).notes]
@@ -552,7 +552,9 @@ def test_more_than_128_ranks_get_no_all_clear_for_files_that_are_not_read(by_han
 
 
 def test_an_alarm_of_a_loss_that_is_not_finite_is_that_fault_alone() -> None:
-    alarms = [Told(rank=rank, step=260 + 7 * rank, phase="not finite", before=0.4, after=0.4, share=0.0).to_row() for rank in range(2)]
+    alarms = [
+        AlarmEvent(rank=rank, step=260 + 7 * rank, phase="not finite", before=0.4, after=0.4, share=0.0).to_row() for rank in range(2)
+    ]
     rows: dict[int, list[dict[str, object]]] = {rank: [{"alarm": alarm}] for rank, alarm in enumerate(alarms)}
     assert [(f.kind, f.step, f.rank) for f in not_finite([], rows)] == [("not finite", 260, None)]
     assert changes(rows) == []
@@ -613,7 +615,7 @@ def test_of_ranks_that_became_slower_together_the_one_with_a_reason_is_named_onc
     told: list[tuple[int, str, float]], expected: tuple[str, int | None]
 ) -> None:
     rows = {
-        rank: [{"alarm": Told(rank=rank, step=400 + 16 * rank, phase=phase, before=0.02, after=0.03, share=share).to_row()}]
+        rank: [{"alarm": AlarmEvent(rank=rank, step=400 + 16 * rank, phase=phase, before=0.02, after=0.03, share=share).to_row()}]
         for rank, phase, share in told
     }
     (fault,) = changes(rows)
@@ -623,7 +625,7 @@ def test_of_ranks_that_became_slower_together_the_one_with_a_reason_is_named_onc
 
 def test_a_loss_that_rose_is_told_once_for_all_ranks_that_saw_it_and_by_rank_where_one_did() -> None:
     def rose(rank: int, step: int) -> dict[str, object]:
-        return {"alarm": Told(rank=rank, step=step, phase="loss", before=2.0, after=2.5, share=0.0).to_row()}
+        return {"alarm": AlarmEvent(rank=rank, step=step, phase="loss", before=2.0, after=2.5, share=0.0).to_row()}
 
     both, one = changes({0: [rose(0, 1000)], 1: [rose(1, 1016), rose(1, 5000)]})
     assert (both.kind, both.rank, both.step) == ("change", None, 1000)

@@ -1,4 +1,4 @@
-"""Alarms: the phase that explains a change, told once, with what else changed on the machine; the thread of a watched loop."""
+"""Alarms: the phase that explains a change, reported once, with what else changed on the machine; the thread of a watched loop."""
 
 import json
 import math
@@ -37,8 +37,8 @@ from workbench.timeline.alarm import (
     device_clock,
     seconds_to_wait,
 )
+from workbench.timeline.analysis.alarm_events import NOT_FINITE, AlarmEvent, digest
 from workbench.timeline.analysis.change_points import BLOCK
-from workbench.timeline.analysis.told import NOT_FINITE, Told, digest
 from workbench.timeline.hooks import KEPT, Losses
 from workbench.timeline.marks import HostRecorder
 from workbench.timeline.steps import Row
@@ -58,19 +58,19 @@ def rows(count: int, chance: np.random.Generator, samples: int | None = 32, **fa
     return some  # type: ignore[return-value]
 
 
-def play(*parts: list[Row], rank: int = 0, memory: Any = None) -> list[Told]:
+def play(*parts: list[Row], rank: int = 0, memory: Any = None) -> list[AlarmEvent]:
     follower = StepAlarm(rank, memory=memory)
-    return [told for part in parts for row in part for told in follower.see([row])]
+    return [event for part in parts for row in part for event in follower.see([row])]
 
 
 @pytest.mark.parametrize(("phase", "factor"), [("backward", 1.31), ("forward", 1.5), ("data_wait", 6.0), ("optimizer", 2.0)])
 def test_the_phase_that_explains_a_slower_step_is_told_once(phase: str, factor: float) -> None:
     chance = np.random.default_rng(0)
-    told = play(rows(1200, chance), rows(800, chance, **{phase: factor}), rank=3)
-    assert [(t.phase, t.rank, t.slower) for t in told] == [(phase, 3, True)]
-    assert abs(told[0].step - 1200) <= 24
-    assert told[0].share == pytest.approx(USUAL[phase] * (factor - 1) / sum(USUAL.values()), rel=0.2)
-    words = told[0].words(ranks=4)
+    events = play(rows(1200, chance), rows(800, chance, **{phase: factor}), rank=3)
+    assert [(t.phase, t.rank, t.slower) for t in events] == [(phase, 3, True)]
+    assert abs(events[0].step - 1200) <= 24
+    assert events[0].share == pytest.approx(USUAL[phase] * (factor - 1) / sum(USUAL.values()), rel=0.2)
+    words = events[0].words(ranks=4)
     assert words.startswith("since step 1,")
     assert " on rank 3 " in words
     assert ("with the reduction of gradients" in words) == (phase == "backward")
@@ -89,22 +89,22 @@ def test_a_longer_step_is_told_by_the_phase_whose_level_explains_it_and_not_by_o
         some = zip(rows(count, chance, forward=factor), moved, strict=True)
         return [(wait, copy, forward + by, backward - by, *rest) for (wait, copy, forward, backward, *rest), by in some]  # type: ignore[misc]
 
-    assert [told.phase for told in play(trading(1000, 1.0), trading(400, 1.5))] == ["step"]
+    assert [event.phase for event in play(trading(1000, 1.0), trading(400, 1.5))] == ["step"]
 
 
 @pytest.mark.parametrize("seed", [11, 37, 40])
 def test_what_becomes_slow_by_and_by_is_told_with_the_level_that_it_has_by_then(seed: int) -> None:
     chance = np.random.default_rng(seed)
     chance.integers(8)
-    (told,) = play(rows(1000, chance), rows(16, chance, data_wait=1.4), rows(300, chance, data_wait=5.0))
-    assert told.after / told.before == pytest.approx(5, rel=0.2), "the median of its first blocks is less"
+    (event,) = play(rows(1000, chance), rows(16, chance, data_wait=1.4), rows(300, chance, data_wait=5.0))
+    assert event.after / event.before == pytest.approx(5, rel=0.2), "the median of its first blocks is less"
 
 
 def test_what_becomes_slow_again_within_two_hundred_steps_is_told_again() -> None:
     chance = np.random.default_rng(4)
     usual, slow = partial(rows, 90, chance), partial(rows, 90, chance, data_wait=8.0)
-    told = play(rows(1000, chance), slow(), usual(), slow(), usual(), slow(), rows(300, chance))
-    assert [(t.phase, t.slower) for t in told] == [("data_wait", True), ("data_wait", False)] * 3
+    events = play(rows(1000, chance), slow(), usual(), slow(), usual(), slow(), rows(300, chance))
+    assert [(t.phase, t.slower) for t in events] == [("data_wait", True), ("data_wait", False)] * 3
 
 
 def test_a_far_larger_change_is_told_soon_after_another() -> None:
@@ -118,16 +118,16 @@ def test_a_far_larger_change_is_told_soon_after_another() -> None:
 
 def test_recovery_is_told_too_and_a_tiny_phase_is_not() -> None:
     chance = np.random.default_rng(1)
-    told = play(rows(1000, chance), rows(500, chance, forward=1.6), rows(1000, chance))
-    assert [t.slower for t in told] == [True, False]
+    events = play(rows(1000, chance), rows(500, chance, forward=1.6), rows(1000, chance))
+    assert [t.slower for t in events] == [True, False]
     assert play(rows(1000, chance), rows(600, chance, h2d=3.0)) == []
 
 
 def test_smaller_batches_are_fewer_samples_and_no_slower_phase() -> None:
     chance = np.random.default_rng(2)
-    told = play(rows(1000, chance), rows(800, chance, samples=16))
-    assert [(t.phase, t.slower) for t in told] == [("throughput", True)]
-    assert "50 % fewer samples per second" in told[0].words()
+    events = play(rows(1000, chance), rows(800, chance, samples=16))
+    assert [(t.phase, t.slower) for t in events] == [("throughput", True)]
+    assert "50 % fewer samples per second" in events[0].words()
 
 
 @pytest.mark.parametrize("look", [BLOCK, 100, 650])
@@ -136,18 +136,18 @@ def test_a_phase_that_is_sure_a_block_after_its_step_is_still_told(look: int) ->
     some = [*rows(350, chance), *rows(300, chance, forward=3.8)]
     for place in range(350, 354):
         some[place] = some[340]
-    told = [told for first in range(0, 650, look) for told in follower.see(some[first : first + look], waits=look > BLOCK)]
-    told += follower.see([], waits=False, last=True)
-    assert [t.phase for t in told] == ["forward"]
+    events = [event for first in range(0, 650, look) for event in follower.see(some[first : first + look], waits=look > BLOCK)]
+    events += follower.see([], waits=False, last=True)
+    assert [t.phase for t in events] == ["forward"]
 
 
 def test_after_a_restart_steps_count_from_the_first_of_all() -> None:
     chance = np.random.default_rng(5)
     follower = StepAlarm(done=41_203)
-    told = follower.see([*rows(1200, chance), *rows(400, chance, forward=1.5)])
-    assert [t.phase for t in told] == ["forward"]
-    assert abs(told[0].step - 41_203 - 1200) <= 24
-    assert told[0].words().startswith("since step 42,")
+    events = follower.see([*rows(1200, chance), *rows(400, chance, forward=1.5)])
+    assert [t.phase for t in events] == ["forward"]
+    assert abs(events[0].step - 41_203 - 1200) <= 24
+    assert events[0].words().startswith("since step 42,")
 
 
 def test_what_waits_for_other_phases_is_told_at_the_end() -> None:
@@ -158,33 +158,33 @@ def test_what_waits_for_other_phases_is_told_at_the_end() -> None:
     due = next(place for place in range(0, 400, BLOCK) if follower.see(after[place : place + BLOCK], waits=False))
     follower = StepAlarm()
     assert follower.see([*before, *after[: due - BLOCK]], waits=False) == []
-    (told,) = follower.see([], waits=False, last=True)
-    assert told.phase == "forward"
+    (event,) = follower.see([], waits=False, last=True)
+    assert event.phase == "forward"
 
 
 def test_memory_that_jumps_is_told() -> None:
     chance, held = np.random.default_rng(3), iter([1e9] * 150 + [1.4e9] * 150)
-    told = play(rows(2000, chance), memory=lambda: next(held))
-    assert [(t.phase, round(t.after / t.before, 1)) for t in told] == [("memory", 1.4)]
-    assert re.fullmatch(r"more memory since step [\d,]+ or earlier: 1.30 GiB, 954 MiB before", told[0].words())
+    events = play(rows(2000, chance), memory=lambda: next(held))
+    assert [(t.phase, round(t.after / t.before, 1)) for t in events] == [("memory", 1.4)]
+    assert re.fullmatch(r"more memory since step [\d,]+ or earlier: 1.30 GiB, 954 MiB before", events[0].words())
 
 
 def test_memory_that_is_read_once_a_look_did_not_jump_before_the_look_that_saw_it_lower() -> None:
     """It was told hundreds of steps too early: all steps of a look had what was held at its end."""
     chance, held = np.random.default_rng(3), [3e8]
-    follower, told = StepAlarm(memory=lambda: held[0]), list[Told]()
+    follower, events = StepAlarm(memory=lambda: held[0]), list[AlarmEvent]()
     for look in range(5):
         held[0] = 3e8 if look < 2 else 5.4e8  # at step 2,500 or so, in the third look
-        told += follower.see(rows(1000, chance))
-    (alarm,) = told
+        events += follower.see(rows(1000, chance))
+    (alarm,) = events
     assert 2000 < alarm.step <= 3000
     assert alarm.words().startswith(f"more memory since step {alarm.step:,} or earlier: ")
 
 
 def test_steps_are_counted_from_one_as_everywhere_else() -> None:
     chance = np.random.default_rng(3)
-    told = play(rows(800, chance), rows(400, chance, forward=2.0))
-    assert [t.step for t in told] == [801]
+    events = play(rows(800, chance), rows(400, chance, forward=2.0))
+    assert [t.step for t in events] == [801]
     follower = StepAlarm(losses=lambda count, every: [1.0] * 11 + [math.inf] * (count - 11))
     (lost,) = follower.see(rows(40, chance), last=True)
     assert (lost.step, lost.words()) == (12, "since step 12 the loss is NaN or infinite (1 before)")
@@ -194,9 +194,9 @@ def test_memory_of_a_device_is_followed_beside_the_hosts() -> None:
     chance, held = np.random.default_rng(3), iter([8e9] * 150 + [1e10] * 150)
     follower = StepAlarm(memory=lambda: 1e9, device_memory=lambda: next(held))
     some = rows(2000, chance)
-    told = [told for first in range(0, 2000, BLOCK) for told in follower.see(some[first : first + BLOCK])]
-    assert [(t.phase, round(t.after / t.before, 2)) for t in told] == [("device memory", 1.25)]
-    assert re.fullmatch(r"more device memory since step [\d,]+ or earlier: 9.31 GiB, 7.45 GiB before", told[0].words())
+    events = [event for first in range(0, 2000, BLOCK) for event in follower.see(some[first : first + BLOCK])]
+    assert [(t.phase, round(t.after / t.before, 2)) for t in events] == [("device memory", 1.25)]
+    assert re.fullmatch(r"more device memory since step [\d,]+ or earlier: 9.31 GiB, 7.45 GiB before", events[0].words())
 
 
 def test_an_alarm_on_a_device_follows_its_memory_and_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +213,9 @@ def test_an_alarm_on_a_device_follows_its_memory_and_its_clock(monkeypatch: pyte
         waiting += rows(4 * BLOCK, chance, backward=1.0 if look < 40 else 1.5)
         follower.look()
     follower.close()
-    told = {told.phase: told for told in follower.told}
-    assert told["backward"].circumstances == ("the clock of the GPU fell from 2.0 to 1.4 GHz",)
-    assert (told["device memory"].before, told["device memory"].after) == (8, 10)
+    events = {event.phase: event for event in follower.events}
+    assert events["backward"].circumstances == ("the clock of the GPU fell from 2.0 to 1.4 GHz",)
+    assert (events["device memory"].before, events["device memory"].after) == (8, 10)
 
 
 def test_a_longer_backward_is_told_by_the_part_that_ddp_says_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +235,11 @@ def test_a_longer_backward_is_told_by_the_part_that_ddp_says_is_longer(monkeypat
             waiting += rows(4 * BLOCK, chance, backward=1.0 if look < 40 else 1.6)
             follower.look()
         follower.close()
-        (told,) = [told for told in follower.told if told.phase != "memory"]
-        assert f" {words} " in told.words(4)
-        assert " on rank 3 " in told.words(4)
-        assert told.after - told.before == pytest.approx(0.026)
-    assert PartsOfBackward(lambda: None).part(replace(told, phase="backward")).phase == "backward"
+        (event,) = [event for event in follower.events if event.phase != "memory"]
+        assert f" {words} " in event.words(4)
+        assert " on rank 3 " in event.words(4)
+        assert event.after - event.before == pytest.approx(0.026)
+    assert PartsOfBackward(lambda: None).part(replace(event, phase="backward")).phase == "backward"
 
 
 def test_without_nvml_a_gpu_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def falling(count: int, chance: np.random.Generator, *, rise: float = 1.0, at: i
     return list((3 + 7 / np.sqrt(1 + steps / 100)) * np.exp(chance.normal(0, 0.04, count)) * np.where(steps >= at, rise, 1.0))
 
 
-def follow(losses: list[float]) -> list[Told]:
+def follow(losses: list[float]) -> list[AlarmEvent]:
     chance, waiting = np.random.default_rng(9), iter(losses)
     follower = StepAlarm(2, losses=lambda steps, _: [next(waiting) for _ in range(steps)])
     return follower.see(rows(len(losses), chance))
@@ -265,12 +265,12 @@ def follow(losses: list[float]) -> list[Told]:
 def test_a_loss_that_rises_for_good_is_told_and_one_that_falls_is_not() -> None:
     chance = np.random.default_rng(6)
     assert follow(falling(4000, chance)) == []
-    told = follow(falling(4000, chance, rise=1.2, at=2500))
-    assert [(t.phase, t.rank, t.slower) for t in told] == [("loss", 2, True)]
-    assert abs(told[0].step - 2500) <= 24
-    assert told[0].after / told[0].before == pytest.approx(1.2, rel=0.05)
-    assert re.fullmatch(r"since step 2,\d{3} the loss is \d+ % higher on rank 2 \(.* → .*\)", told[0].words(ranks=4))
-    assert digest(told, ranks=4) == "1 change in all"
+    events = follow(falling(4000, chance, rise=1.2, at=2500))
+    assert [(t.phase, t.rank, t.slower) for t in events] == [("loss", 2, True)]
+    assert abs(events[0].step - 2500) <= 24
+    assert events[0].after / events[0].before == pytest.approx(1.2, rel=0.05)
+    assert re.fullmatch(r"since step 2,\d{3} the loss is \d+ % higher on rank 2 \(.* → .*\)", events[0].words(ranks=4))
+    assert digest(events, ranks=4) == "1 change in all"
 
 
 def test_of_short_steps_one_loss_in_some_is_read_and_a_lasting_rise_is_told() -> None:
@@ -283,9 +283,9 @@ def test_of_short_steps_one_loss_in_some_is_read_and_a_lasting_rise_is_told() ->
 
     follower = StepAlarm(2, losses=losses, done=1000)
     short = [(*(phase // 50 for phase in row[:-1]), row[-1]) for row in rows(16_000, chance)]
-    told = [told for first in range(0, 16_000, 80) for told in follower.see(short[first : first + 80])]  # type: ignore[arg-type]
-    assert [(t.phase, t.rank) for t in told] == [("loss", 2)]
-    assert abs(told[0].step - 13_000) <= 3 * BLOCK * EVERY
+    events = [event for first in range(0, 16_000, 80) for event in follower.see(short[first : first + 80])]  # type: ignore[arg-type]
+    assert [(t.phase, t.rank) for t in events] == [("loss", 2)]
+    assert abs(events[0].step - 13_000) <= 3 * BLOCK * EVERY
     assert asked == [0, *[EVERY] * 199], "judged once, after SETTLED steps"
 
 
@@ -342,11 +342,11 @@ def test_a_loss_that_is_not_finite_is_told_once_with_its_step() -> None:
     values = falling(1000, chance)
     values[100] = math.inf  # a single one, as a GradScaler skips it
     values[260:] = [math.inf, math.nan, math.nan] * 246 + [math.inf, math.nan]
-    told = follow(values)
-    assert [(t.phase, t.step, t.rank) for t in told] == [("not finite", 261, 2)]
-    assert told[0].before == values[259]
-    assert told[0].words(ranks=4) == f"since step 261 the loss is NaN or infinite on rank 2 ({values[259]:.4g} before)"
-    assert Told.of_row(told[0].to_row()) == told[0]
+    events = follow(values)
+    assert [(t.phase, t.step, t.rank) for t in events] == [("not finite", 261, 2)]
+    assert events[0].before == values[259]
+    assert events[0].words(ranks=4) == f"since step 261 the loss is NaN or infinite on rank 2 ({values[259]:.4g} before)"
+    assert AlarmEvent.of_row(events[0].to_row()) == events[0]
     below_0 = [-1.0] * 500 + [math.inf] * 100
     assert [(t.phase, t.step) for t in follow(below_0)] == [("not finite", 501)]
     assert follow([1.0] * 599 + [math.inf]) == []
@@ -510,14 +510,14 @@ def test_what_cannot_be_copied_ends_the_losses_and_not_the_training(capsys: pyte
 
 
 def test_a_digest_follows_what_becomes_slow_again_and_again() -> None:
-    def slow(rank: int, step: int, before: float = 1.0, after: float = 2.0) -> Told:
-        return Told(rank=rank, step=step, phase="forward", before=before, after=after, share=0.2)
+    def slow(rank: int, step: int, before: float = 1.0, after: float = 2.0) -> AlarmEvent:
+        return AlarmEvent(rank=rank, step=step, phase="forward", before=before, after=after, share=0.2)
 
-    told = [slow(3, 1000), slow(3, 1100, 2.0, 1.0), slow(3, 41_200), slow(1, 500)]
-    assert digest(told, ranks=4) == "rank 3: the forward became slower 2 times, at steps 1,000, 41,200; 4 changes in all"
-    waits = [replace(alarm, waits_for=1) for alarm in told[:3]]
+    events = [slow(3, 1000), slow(3, 1100, 2.0, 1.0), slow(3, 41_200), slow(1, 500)]
+    assert digest(events, ranks=4) == "rank 3: the forward became slower 2 times, at steps 1,000, 41,200; 4 changes in all"
+    waits = [replace(alarm, waits_for=1) for alarm in events[:3]]
     listed = "the forward since step 1,000, the forward since step 1,100, the forward since step 41,200, …"
-    assert digest([*waits, told[3]], ranks=4) == f"4 changes in all: {listed}, 3 of them of rank 1, for which this one waits"
+    assert digest([*waits, events[3]], ranks=4) == f"4 changes in all: {listed}, 3 of them of rank 1, for which this one waits"
     assert digest([slow(0, 80)]) == "1 change in all"
     assert digest([]) == ""
 
@@ -527,8 +527,8 @@ def test_a_digest_follows_what_becomes_slow_again_and_again() -> None:
     [(2.5, "150 % longer"), (9.9, "890 % longer"), (215.9, "216× as long"), (0.4, "60 % less"), (0.001, "more than 99 % less")],
 )
 def test_a_change_by_many_times_is_not_said_in_percent(after: float, said: str) -> None:
-    told = Told(rank=0, step=8, phase="forward", before=1e-3, after=1e-3 * after, share=0.2)
-    assert told.words().startswith(f"since step 8 the forward takes {said} (")
+    event = AlarmEvent(rank=0, step=8, phase="forward", before=1e-3, after=1e-3 * after, share=0.2)
+    assert event.words().startswith(f"since step 8 the forward takes {said} (")
 
 
 def test_what_else_changed_is_said(tmp_path: Path) -> None:
@@ -548,12 +548,12 @@ def test_what_else_changed_is_said(tmp_path: Path) -> None:
 def test_an_alarm_follows_what_a_recording_finishes_and_survives_its_own_faults(capsys: pytest.CaptureFixture[str]) -> None:
     chance = np.random.default_rng(4)
     waiting = [rows(1200, chance), rows(400, chance, forward=1.5), []]
-    told: list[str] = []
-    follower = Alarm(lambda: waiting.pop(0) if waiting else [], lambda _, words: told.append(words), rank=1, ranks=2)
+    events: list[str] = []
+    follower = Alarm(lambda: waiting.pop(0) if waiting else [], lambda _, words: events.append(words), rank=1, ranks=2)
     for _ in range(3):
         follower.look()
-    assert len(told) == 1
-    assert "the forward takes" in told[0]
+    assert len(events) == 1
+    assert "the forward takes" in events[0]
     assert follower.close() == "1 change in all"
 
     def fails() -> list[Row]:
@@ -573,13 +573,13 @@ def test_a_rank_that_waits_for_another_leaves_it_to_that_one_to_tell(tmp_path: P
     files = [OtherRanks(tmp_path / "alarms", rank) for rank in (0, 1)]
 
     def follower(rank: int) -> Alarm:
-        def tell(told: Told, text: str) -> None:
-            if told.phase != "memory":
-                files[rank].put(told)
+        def report(event: AlarmEvent, text: str) -> None:
+            if event.phase != "memory":
+                files[rank].put(event)
                 words[rank].append(text)
 
         take = lambda: [waiting[rank].pop(0) for _ in list(waiting[rank])]  # noqa: E731
-        return Alarm(take, tell, rank=rank, ranks=2, others=files[rank])
+        return Alarm(take, report, rank=rank, ranks=2, others=files[rank])
 
     chance, ranks = np.random.default_rng(2), [follower(0), follower(1)]
 
@@ -593,18 +593,18 @@ def test_a_rank_that_waits_for_another_leaves_it_to_that_one_to_tell(tmp_path: P
     assert words == {0: [], 1: []}, "it waits for an alarm of another rank"
     look(1, 400, data_wait=11.0)
     look(0, 0)
-    assert [re.sub(r"[\d.]+× .*", "", text) for text in words[1]] == [f"since step {ranks[1].told[-1].step:,} the wait for data takes "]
+    assert [re.sub(r"[\d.]+× .*", "", text) for text in words[1]] == [f"since step {ranks[1].events[-1].step:,} the wait for data takes "]
     assert words[0] == [""]
-    (told,) = [told for told in ranks[0].told if told.phase != "memory"]
-    assert (told.phase, told.waits_for) == ("backward", 1)
-    assert "; it waits for rank 1" in told.words(2)
+    (event,) = [event for event in ranks[0].events if event.phase != "memory"]
+    assert (event.phase, event.waits_for) == ("backward", 1)
+    assert "; it waits for rank 1" in event.words(2)
     look(1, 400)
     look(0, 400)
     assert [len(words[0]), len(words[1]), words[0][1]] == [2, 2, ""], "that it became faster again, too"
     look(0, 500, backward=1.6)
     assert len(words[0]) == 2
     ranks[0]._looked -= HOLD
-    ranks[0]._held = [(told, since - HOLD) for told, since in ranks[0]._held]
+    ranks[0]._held = [(event, since - HOLD) for event, since in ranks[0]._held]
     look(0, 0)
     assert "the backward, with the reduction of gradients, takes" in words[0][2], "no other rank has a reason"
     look(0, 500)
@@ -625,11 +625,11 @@ def test_a_change_that_waits_for_others_is_looked_at_soon() -> None:
     waiting = [rows(1200, chance), *[rows(BLOCK, chance, forward=1.5) for _ in range(30)]]
     follower = Alarm(lambda: waiting.pop(0), lambda *_: None)
     waits = []
-    while waiting and not follower.told:
+    while waiting and not follower.events:
         follower._looked -= 10 * BLOCK  # as if steps took 10 s
         follower.look()
         waits.append(follower._wait)
-    assert follower.told
+    assert follower.events
     assert waits[0] == waits[-1] == LONGEST
     assert INTERVAL in waits
     follower._stop.set()
@@ -653,10 +653,10 @@ def test_a_watched_loop_raises_alarms(tmp_path: Path, monkeypatch: pytest.Monkey
     loop.close()
     written = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     alarms = [row["alarm"] for row in written if "alarm" in row]
-    assert [told["phase"] for told in alarms if told["phase"] != "memory"] == ["other", "loss"]
-    assert abs(next(told["step"] for told in alarms if told["phase"] == "loss") - 5_600) <= 16
-    assert abs(next(told["step"] for told in alarms if told["phase"] == "other") - 5_400) <= 16
-    assert [told.to_row() for told in loop.alarms] == alarms, "they are there after close(), too"
+    assert [event["phase"] for event in alarms if event["phase"] != "memory"] == ["other", "loss"]
+    assert abs(next(event["step"] for event in alarms if event["phase"] == "loss") - 5_600) <= 16
+    assert abs(next(event["step"] for event in alarms if event["phase"] == "other") - 5_400) <= 16
+    assert [event.to_row() for event in loop.alarms] == alarms, "they are there after close(), too"
     assert any("what lies between the phases takes" in row.get("note", "") for row in written)
     assert "since step" in capsys.readouterr().err
 
@@ -679,7 +679,7 @@ def test_what_an_alarm_holds_back_is_told_when_the_loop_ends_and_the_summary_at_
         now[0] += (60_000_000 if number < 700 else 84_000_000) + 300_000 * (number % 7)
         optimizer.step()
         alarm._looked = -1e3
-    assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
+    assert [event.phase for event in loop.alarms if event.phase != "memory"] == ["other"]
     first = capsys.readouterr().err
     assert "since step" in first
     assert "change" not in first
@@ -689,7 +689,7 @@ def test_what_an_alarm_holds_back_is_told_when_the_loop_ends_and_the_summary_at_
     assert capsys.readouterr().err == ""
     for _ in loop:  # a later pass has an alarm of its own
         optimizer.step()
-    assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
+    assert [event.phase for event in loop.alarms if event.phase != "memory"] == ["other"]
     loop.close()
 
 
@@ -747,7 +747,7 @@ def test_a_loop_that_is_collected_while_its_thread_holds_a_lock_is_looked_at_lat
     assert loop.alarms == ()
     assert recording._alarm
     recording._alarm.look()
-    assert [told.phase for told in loop.alarms if told.phase != "memory"] == ["other"]
+    assert [event.phase for event in loop.alarms if event.phase != "memory"] == ["other"]
     loop.close()
 
 
@@ -755,7 +755,7 @@ def test_a_loss_that_is_not_finite_in_the_last_step_of_a_pass_waits_for_the_next
     read = iter([[2.0] * 40 + [math.inf], []])
     followed = StepAlarm(losses=lambda *_: next(read))
     assert followed.see(rows(41, np.random.default_rng(4)), pause=True) == []
-    assert [told.phase for told in followed.see([], last=True)] == [NOT_FINITE]
+    assert [event.phase for event in followed.see([], last=True)] == [NOT_FINITE]
 
 
 def test_only_what_became_slower_is_traced_and_only_files_that_exist_are_named() -> None:
@@ -771,15 +771,15 @@ def test_only_what_became_slower_is_traced_and_only_files_that_exist_are_named()
 
     chance = np.random.default_rng(6)
     waiting = [rows(1200, chance), rows(500, chance, forward=1.5), rows(900, chance), rows(500, chance, forward=1.5), rows(900, chance)]
-    told: list[tuple[Told, str]] = []
-    follower = Alarm(lambda: waiting.pop(0) if waiting else [], lambda *given: told.append(given), traces=Traces())
+    events: list[tuple[AlarmEvent, str]] = []
+    follower = Alarm(lambda: waiting.pop(0) if waiting else [], lambda *given: events.append(given), traces=Traces())
     for _ in range(5):
         follower.look()
-    assert [bool(alarm.trace) for alarm, _ in told] == [alarm.slower for alarm, _ in told]
-    assert asked == [alarm.step for alarm, _ in told if alarm.slower]
+    assert [bool(alarm.trace) for alarm, _ in events] == [alarm.slower for alarm, _ in events]
+    assert asked == [alarm.step for alarm, _ in events if alarm.slower]
     assert len(asked) == 2
-    assert all(f"traced: {alarm.trace}" in words for alarm, words in told if alarm.slower)
-    assert all("traced" not in words for alarm, words in told if not alarm.slower)
+    assert all(f"traced: {alarm.trace}" in words for alarm, words in events if alarm.slower)
+    assert all("traced" not in words for alarm, words in events if not alarm.slower)
     assert follower.close().endswith(f"traced: alarms/step{asked[0]}")
 
 
@@ -861,14 +861,16 @@ for number, batch in enumerate(loader):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_launched_script_tells_what_changed(tmp_path: Path) -> None:
+def test_a_launched_script_reports_what_changed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOWER)
     run = wb.launch(tmp_path / "train.py", watch="experiments", runs_dir=tmp_path / "runs").wait(check=True)
     # a busy machine makes changes of its own, before the planted one or near it, and may blur which part is slower: all are searched
     written = [json.loads(line) for line in (run.path / "rank0.jsonl").read_text().splitlines()]
-    told = [row["alarm"] for row in written if "alarm" in row]
-    planted = [one for one in told if abs(one["step"] - 500) <= 64 and one["phase"] in ("forward", "step") and one["after"] > one["before"]]
-    assert planted, told
+    events = [row["alarm"] for row in written if "alarm" in row]
+    planted = [
+        one for one in events if abs(one["step"] - 500) <= 64 and one["phase"] in ("forward", "step") and one["after"] > one["before"]
+    ]
+    assert planted, events
     assert any("a small computation" in text or "of a core" in text for one in planted for text in one["circumstances"])
     faults = [fault.message for fault in wb.health(run).faults if fault.kind == "change"]  # those of a part in one
     sentences = [rf"\b{one['step']:,}\b.* (the forward|a step) takes [\d.]+(×| %)" for one in planted]
@@ -902,5 +904,5 @@ def test_where_one_rank_becomes_slower_the_other_does_not_say_that_it_did(tmp_pa
     near = [fault for fault in wb.health(run).faults if fault.kind == "change" and abs(fault.step - 400) <= 24]
     assert [(fault.rank, "the wait for data takes" in fault.message) for fault in near] == [(1, True)], near
     rows = [json.loads(line) for line in (run.path / "rank0.jsonl").read_text().splitlines()]
-    told = [row["alarm"] for row in rows if "alarm" in row and abs(row["alarm"]["step"] - 400) <= 24]
-    assert [(alarm["phase"] in ("backward", "reduction", "step"), alarm["waits_for"]) for alarm in told] == [(True, 1)]
+    events = [row["alarm"] for row in rows if "alarm" in row and abs(row["alarm"]["step"] - 400) <= 24]
+    assert [(alarm["phase"] in ("backward", "reduction", "step"), alarm["waits_for"]) for alarm in events] == [(True, 1)]

@@ -12,7 +12,7 @@ from benchmarks.change_points import losses, noisy
 from workbench.timeline.analysis.change_points import BLOCK, GROUP, LEAST_CHANGE, Change, ChangePoints
 
 
-def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
+def reported(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
     """At which step each change was told, a block at a time."""
     points, blocks = ChangePoints(["step"], **options), values[: len(values) // BLOCK * BLOCK].reshape(-1, 1, BLOCK, 1)
     return [
@@ -27,7 +27,7 @@ def told(values: np.ndarray, **options: float) -> list[tuple[int, Change]]:
 def test_a_slowdown_of_a_hundred_steps_is_found_while_it_lasts(seed: int, start: int, size: float) -> None:
     values = noisy(start + 400, np.random.default_rng(seed))
     values[start : start + 100] *= size
-    slower = [(step, change) for step, change in told(values) if change.ratio > 1]
+    slower = [(step, change) for step, change in reported(values) if change.ratio > 1]
     assert slower, "it was missed"
     step, change = slower[0]
     assert step <= start + 100 + 2 * BLOCK
@@ -38,7 +38,7 @@ def test_a_slowdown_of_a_hundred_steps_is_found_while_it_lasts(seed: int, start:
 def test_what_comes_back_is_told_as_well_and_each_once() -> None:
     values = noisy(6000, np.random.default_rng(3))
     values[2000:4000] *= 1.3
-    changes = [change for _, change in told(values)]
+    changes = [change for _, change in reported(values)]
     assert [round(change.ratio, 1) for change in changes] == [1.3, 0.8]
     assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, (2000, 4000), strict=True)] == [True, True]
 
@@ -58,7 +58,7 @@ def test_what_comes_and_goes_is_told_each_time(seed: int) -> None:
     values = noisy(2600, np.random.default_rng(seed))
     for start in (1000, 1300, 1600):
         values[start : start + 150] *= 1.4
-    changes = [change for _, change in told(values)]
+    changes = [change for _, change in reported(values)]
     borders = [start + off for start in (1000, 1300, 1600) for off in (0, 150)]
     assert [change.ratio > 1 for change in changes] == [True, False] * 3
     assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, borders, strict=True)] == [True] * 6
@@ -70,7 +70,7 @@ def test_a_change_to_many_times_the_level_that_comes_back_after_a_hundred_steps_
     values = 0.002 * np.exp(chance.normal(0, 0.1, 1400))
     for start in (1000, 1200):
         values[start : start + 100] *= 4.6
-    changes = [change for _, change in told(values)]
+    changes = [change for _, change in reported(values)]
     assert [change.ratio > 1 for change in changes] == [True, False] * 2
     assert [abs(change.step - at) <= 3 * BLOCK for change, at in zip(changes, (1000, 1100, 1200, 1300), strict=True)] == [True] * 4
 
@@ -79,21 +79,21 @@ def test_a_large_change_soon_after_a_small_one_is_told() -> None:
     values = noisy(2000, np.random.default_rng(1))
     values[1000:] *= 0.85
     values[1120:1220] *= 2
-    assert [round(change.ratio, 1) for _, change in told(values)] == [0.8, 2.0, 0.5]
+    assert [round(change.ratio, 1) for _, change in reported(values)] == [0.8, 2.0, 0.5]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_healthy_series_with_heavy_tails_and_drift_raise_no_alarm(seed: int) -> None:
-    assert told(noisy(12_000, np.random.default_rng(seed))) == []
+    assert reported(noisy(12_000, np.random.default_rng(seed))) == []
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_of_a_falling_loss_only_rises_are_told(seed: int) -> None:
-    assert told(losses(12_000, np.random.default_rng(seed)), upward=True) == []
+    assert reported(losses(12_000, np.random.default_rng(seed)), upward=True) == []
     values = losses(12_000, np.random.default_rng(seed), first=5_000)
     values[2000:2100] *= 1.15
     values[6000:] *= 0.7
-    (step, change), *others = told(values, upward=True)
+    (step, change), *others = reported(values, upward=True)
     assert others == []
     assert 2000 < step <= 2100 + 2 * BLOCK
     assert abs(change.step - 2000) <= 5 * BLOCK
@@ -106,7 +106,7 @@ def test_small_changes_single_long_steps_and_slow_drift_are_no_change() -> None:
     small, spikes, drift = quiet.copy(), quiet.copy(), quiet * np.linspace(1, 1.3, 4000)
     small[2000:] *= 1 + LEAST_CHANGE / 2
     spikes[::50] *= 20
-    assert told(small) == told(spikes) == told(drift) == []
+    assert reported(small) == reported(spikes) == reported(drift) == []
 
 
 def test_many_blocks_at_once_say_what_single_ones_say_and_a_series_may_begin_later_or_rise_alone() -> None:

@@ -27,7 +27,7 @@ def batches_of_ranks(loader: "DataLoader[Any]") -> tuple[dict[int, int], str]:
     In a process group of several ranks, each of them has to call it; those that do not are waited for `PATIENCE` seconds.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return _as_told(loader, dist.get_rank(), dist.get_world_size())
+        return _from_all_ranks(loader, dist.get_rank(), dist.get_world_size())
     if isinstance(loader.dataset, IterableDataset):
         return {}, f"nothing says which part of the stream a rank gets: {ASK_ALL}"
     return _by_sampler(loader)
@@ -79,7 +79,7 @@ def _ranks(sampler: Any) -> int | None:
     return size if isinstance(size, int) and size > 0 and hasattr(sampler, "rank") else None
 
 
-def _as_told(loader: "DataLoader[Any]", rank: int, ranks: int) -> tuple[dict[int, int], str]:
+def _from_all_ranks(loader: "DataLoader[Any]", rank: int, ranks: int) -> tuple[dict[int, int], str]:
     try:
         mine = len(loader)
     except TypeError:  # it has none, as that of a stream

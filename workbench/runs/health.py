@@ -30,7 +30,7 @@ from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.rows import RunRows, losses_of
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
-from workbench.timeline.analysis.told import MEETS, NOT_FINITE, NOT_TIME, REDUCTION, Told, waited_for
+from workbench.timeline.analysis.alarm_events import MEETS, NOT_FINITE, NOT_TIME, REDUCTION, AlarmEvent, waited_for
 from workbench.timeline.timeline import Timeline
 
 MOST_STEPS = 5_000
@@ -113,10 +113,12 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
         message += f", at {error.place}" if error.place else ""
         faults.append(Fault(kind="failed", step=None, rank=error.rank, message=message, hint=error.hint or ""))
     faults += not_finite(losses, rows) + faults_of(losses)
-    told = [alarm.step for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm"))) and alarm.phase == "loss"]
-    told += [fault.step for fault in faults if fault.kind == "spike" and fault.step is not None]
+    known = [
+        alarm.step for more in rows.values() for row in more if (alarm := AlarmEvent.of_row(row.get("alarm"))) and alarm.phase == "loss"
+    ]
+    known += [fault.step for fault in faults if fault.kind == "spike" and fault.step is not None]
     rises, with_rate = rises_of(losses, [row.get("lr") for row in metrics if row.get("loss") is not None])
-    faults += [rise for rise in rises if rise.step is None or not any(abs(rise.step - step) <= 2 * MEETS for step in told)]
+    faults += [rise for rise in rises if rise.step is None or not any(abs(rise.step - step) <= 2 * MEETS for step in known)]
     faults += growing_besides(losses, faults)
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS)) or exploding(metrics)
     faults += slow_ranks(timelines) + changes(rows)
@@ -143,9 +145,9 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
             if isinstance(seen, Mapping) and is_whole(seen.get("step"), least=1):
                 first.append((seen["step"], rank, str(seen.get("weights") or "")[:300]))
     if not first:  # of a script, whose losses are known to its alarms alone
-        told = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm")))]
-        told = sorted((alarm for alarm in told if alarm.phase == NOT_FINITE), key=lambda alarm: alarm.step)
-        first = [(told[0].step, alarm.rank, "") for alarm in told if alarm.step - told[0].step <= MEETS]  # not each loss is read
+        events = [alarm for more in rows.values() for row in more if (alarm := AlarmEvent.of_row(row.get("alarm")))]
+        events = sorted((alarm for alarm in events if alarm.phase == NOT_FINITE), key=lambda alarm: alarm.step)
+        first = [(events[0].step, alarm.rank, "") for alarm in events if alarm.step - events[0].step <= MEETS]  # not each loss is read
     if not first:
         return []
     step = min(place[0] for place in first)
@@ -158,18 +160,20 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
 
 
 def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
-    """What ranks told while they ran (`launch(watch="always")`), where the training lost by it; a rank that became slow again and again has
+    """What ranks reported while they ran (`launch(watch="always")`), where the training lost by it. A rank that became slow repeatedly has
     one fault for all its times.
 
-    Where a rank gets slower before its backward, the others wait for it in theirs: that is told once, of the rank that is slow.
+    Where a rank gets slower before its backward, the others wait for it in theirs: that is reported once, for the rank that is slow.
 
     Args:
         rows: the rows of each rank's file that are no steps.
     """
-    every = [alarm for more in rows.values() for row in more if (alarm := Told.of_row(row.get("alarm"))) and alarm.phase != NOT_FINITE]
+    every = [
+        alarm for more in rows.values() for row in more if (alarm := AlarmEvent.of_row(row.get("alarm"))) and alarm.phase != NOT_FINITE
+    ]
     losses = [alarm for alarm in every if alarm.phase == "loss"]
-    told = [alarm for alarm in every if alarm.phase != "loss" and (alarm.slower or alarm.phase in NOT_TIME)]
-    kept = [alarm for alarm in told if not waited_for(alarm, told)]
+    events = [alarm for alarm in every if alarm.phase != "loss" and (alarm.slower or alarm.phase in NOT_TIME)]
+    kept = [alarm for alarm in events if not waited_for(alarm, events)]
     culprits: dict[int, list[int]] = {}  # rank → steps since when all others wait for it
     faults = []
     for rank, phase in sorted(dict.fromkeys((alarm.rank, alarm.phase) for alarm in kept), key=lambda key: key[1] != REDUCTION):
@@ -186,7 +190,7 @@ def changes(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fault]:
         together = sorted({a.rank for a in kept if a.phase == phase and abs(a.step - own[0].step) <= MEETS})
         if phase not in NOT_TIME and len(rows) > 1:
             if rank != together[0]:
-                continue  # told with that rank
+                continue  # reported with that rank
             others = [other for other in rows if other not in together]
             if not others:  # nobody is waited for
                 words, whose = words.replace(", with the wait for other ranks,", "").replace(f" on rank {rank}", " on all ranks"), None
@@ -203,9 +207,9 @@ def _more(times: int) -> str:
     return "once more" if times == 1 else f"{times} more times"
 
 
-def _higher_losses(told: Sequence[Told], ranks: int) -> list[Fault]:
-    """A loss that rose for good; one that rose on several ranks at once is told once."""
-    faults, left = [], sorted(told, key=lambda alarm: (alarm.step, alarm.rank))
+def _higher_losses(events: Sequence[AlarmEvent], ranks: int) -> list[Fault]:
+    """A loss that rose for good; one that rose on several ranks at once is one fault."""
+    faults, left = [], sorted(events, key=lambda alarm: (alarm.step, alarm.rank))
     while left:
         first = left[0]
         together = sorted({alarm.rank for alarm in left if alarm.step - first.step <= MEETS})

@@ -271,7 +271,7 @@ def rises_of(losses: Sequence[tuple[int, float]], rates: Sequence[Any] = ()) -> 
             continue  # losses that hang together come and go that far
         step, share = losses[change.step][0], units.percent(change.ratio - 1)
         message = f"since step {step:,} the loss is {share} higher ({change.before:.4g} → {change.after:.4g})"
-        before, since = rates[max(0, change.step - NEAR * BLOCK) : change.step], rates[change.step : change.told + 1]
+        before, since = rates[max(0, change.step - NEAR * BLOCK) : change.step], rates[change.step : change.reported + 1]
         if all(map(is_number, (*before, *since))) and before and since and max(since) > (usual := median(before)):
             if back is None:
                 notes.append(f"{message}, where the learning rate went from {usual:.3g} to {max(since):.3g}: is it too large?")

@@ -1,6 +1,6 @@
 """wb.report: one page of HTML about a run that stands alone. It loads nothing and executes nothing; all text in it is escaped.
 
-`run_text` and `run_facts` tell a run in plain text, and as facts for a program.
+`run_text` and `run_facts` describe a run in plain text, and as facts for a program.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from workbench.runs.health import health, new_faults
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
-from workbench.timeline.analysis.told import ONE_ALARM
+from workbench.timeline.analysis.alarm_events import ONE_ALARM
 from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 _STYLE = (

@@ -15,7 +15,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.run_directory import METRIC_KEYS, METRICS, short
 from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
-from workbench.timeline.analysis.told import Told
+from workbench.timeline.analysis.alarm_events import AlarmEvent
 from workbench.timeline.reading import rank_notes
 from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
@@ -313,21 +313,21 @@ def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int =
 def training_notes(other_rows: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> list[str]:
     """Notes on the training itself: warnings of ranks, and what a comparison of what they read shows."""
     warnings: dict[str, list[int]] = {}
-    alarms: dict[str, Told] = {}
+    alarms: dict[str, AlarmEvent] = {}
     reads: dict[int, Mapping[str, Any]] = {}
     for rank, rows in other_rows.items():
         for row in rows:
             note = row.get("note")
             if isinstance(note, str) and note.startswith(WARNING):
                 warnings.setdefault(note.removeprefix(WARNING), []).append(rank)
-            if alarm := Told.of_row(row.get("alarm")):
+            if alarm := AlarmEvent.of_row(row.get("alarm")):
                 alarms[alarm.words(world_size)] = alarm
             if isinstance(read := row.get("reads"), Mapping) and all(isinstance(read.get(name, ""), str) for name in ("first", "data")):
                 reads[rank] = read
-    return [*rank_notes(reads, world_size), *_told_once(list(warnings), alarms, world_size)]
+    return [*rank_notes(reads, world_size), *_each_once(list(warnings), alarms, world_size)]
 
 
-def _told_once(warnings: Sequence[str], alarms: Mapping[str, Told], world_size: int) -> list[str]:
+def _each_once(warnings: Sequence[str], alarms: Mapping[str, AlarmEvent], world_size: int) -> list[str]:
     """Warnings, of which the alarms of several ranks about one event are one, with the figures of the first of them."""
     found: dict[str, set[int]] = {}
     for text in warnings:

@@ -1,7 +1,7 @@
-"""Alarm: follows the steps of a training in a background thread and tells when a phase, throughput, memory or loss changes for good.
+"""Alarm: follows the steps of a training in a background thread and reports when a phase, throughput, memory or loss changes for good.
 
 The loop records marks as without it, and pays for its loss alone, which is read about every APART seconds, at least one in EVERY.
-What changed is told once, by the phase that explains it, with what else changed: the clocks of cores and GPU, whom the ranks wait for,
+A change is reported once, by the phase that explains it, with what else changed: the clocks of cores and GPU, whom the ranks wait for,
 and, where it is allowed, a small computation whose time was known before.
 Where that is allowed, the training thread then traces a few steps (`traces/measure/profiled_run.py:AlarmTraces`).
 """
@@ -25,9 +25,19 @@ from workbench.core import units
 from workbench.core.checks import choice
 from workbench.core.run_directory import ALARMS, ENV_ALARM, LineTail, LineWriter
 from workbench.core.vocabulary import PHASES
+from workbench.timeline.analysis.alarm_events import (
+    COMPUTING,
+    DEVICE_MEMORY,
+    NOT_FINITE,
+    NOT_TIME,
+    REDUCTION,
+    WAITS,
+    AlarmEvent,
+    digest,
+    waited_for,
+)
 from workbench.timeline.analysis.change_points import BLOCK, GROUP, Change, ChangePoints
 from workbench.timeline.analysis.step_table import blocks_of, blocks_of_losses
-from workbench.timeline.analysis.told import COMPUTING, DEVICE_MEMORY, NOT_FINITE, NOT_TIME, REDUCTION, WAITS, Told, digest, waited_for
 from workbench.timeline.steps import Row
 
 INTERVAL, LONGEST = 3.0, 10.0
@@ -39,13 +49,13 @@ AT_A_LOOK = 1000
 SERIES = ("step", *PHASES, "throughput", "memory")
 """What is followed, beside the loss and DEVICE_MEMORY."""
 WORTH = 0.03
-"""Part of the step by which a phase has to change to be told: a copy that takes twice 1 % of the step is no alarm."""
+"""Part of the step by which a phase has to change to be reported: a copy that takes twice 1 % of the step is no alarm."""
 HELD = 3
 """Blocks for which a change is held back: the phase that explains it may show later. With 12, half of what lasts 100 steps is lost."""
 SAME = 25
-"""Blocks in which changes of one direction belong together, and are told once."""
+"""Blocks in which changes of one direction belong together, and are reported once."""
 FAR_MORE = 3
-"""A change that is so many times as large as one told before is told, too, however near it is."""
+"""A change that is so many times as large as an earlier one is reported, too, however near it is."""
 CLOCK = 0.05
 """Relative change of the cores' clock, or of a small computation, that is mentioned."""
 APART, EVERY, SETTLED = 0.05, 19, 64
@@ -93,51 +103,51 @@ class StepAlarm:
         """The last finite loss; were all above 0; steps whose losses were looked at."""
         self._lost: int | None = None
         """The first step since which no loss was finite."""
-        self._lost_told = False
+        self._lost_reported = False
         self._every = self._read = 0
         """One loss in so many is read, 0 = not judged yet; how many were."""
         self._pending: list[Change] = []
         self._step = done
-        self._told: list[tuple[int, float]] = []
-        """Step and share of what was told, since the training last lost by a change or gained by it otherwise than before."""
+        self._reported: list[tuple[int, float]] = []
+        """Step and share of each reported change, since the training last lost by a change or gained by it otherwise than before."""
         self._slower = True
 
-    def see(self, rows: Sequence[Row], *, waits: bool = True, pause: bool = False, last: bool = False) -> list[Told]:
+    def see(self, rows: Sequence[Row], *, waits: bool = True, pause: bool = False, last: bool = False) -> list[AlarmEvent]:
         """Finished steps, in their order; the alarms that are due now. They are looked at in whole blocks of `change_points.BLOCK`.
 
         Args:
             rows: rows of the finished steps.
             waits: as `ChangePoints.add_blocks` has it.
-            pause: no step follows for now, so what waits for other phases to change with it is told now.
-            last: no step follows at all; then a single loss that is not finite is told, too.
+            pause: no step follows for now, so what waits for other phases to change with it is reported now.
+            last: no step follows at all; then a single loss that is not finite is reported, too.
         """
-        told = self._not_finite(self._losses(len(rows), self._every), last=last) if self._losses is not None else []
+        events = self._not_finite(self._losses(len(rows), self._every), last=last) if self._losses is not None else []
         self._rows += rows
         if not self._every and self._step - self._done + len(self._rows) >= SETTLED:
             length = median(sum(row[:-1]) for row in self._rows[-9:]) / 1e9
             self._every = min(EVERY, int(APART / length) | 1) if length > 0 else 1
         count = len(self._rows) // BLOCK * BLOCK
         if not count and waits:
-            return told
+            return events
         rows = self._rows[:count]
         del self._rows[:count]
         held = [held() for held in self._memory]
         blocks = blocks_of(rows, self._held or held)  # of the memory of these steps, nothing is known but what they end with
         blocks[-1:, :, -len(held) :] = self._held = held
-        told += self._higher_losses(waits=waits)
+        events += self._higher_losses(waits=waits)
         for change in self._points.add_blocks(self._step, blocks, waits=waits):
-            told += self._explained(change.told - BLOCK)
+            events += self._explained(change.reported - BLOCK)
             self._pending.append(change)
         self._step += count
-        told += self._explained(math.inf if pause or last else self._points.steps - 1)
-        return sorted(told, key=lambda each: each.step)
+        events += self._explained(math.inf if pause or last else self._points.steps - 1)
+        return sorted(events, key=lambda each: each.step)
 
     @property
     def pending(self) -> bool:
         """Does a change wait for the phase that explains it?"""
         return bool(self._pending)
 
-    def _not_finite(self, losses: Sequence[float], *, last: bool) -> list[Told]:
+    def _not_finite(self, losses: Sequence[float], *, last: bool) -> list[AlarmEvent]:
         """Take losses of steps that follow; the alarm, once, where they are no finite numbers any more.
 
         A second one has to follow, unless the training ends: a GradScaler skips the step of a single one, else weights are lost with it.
@@ -151,12 +161,12 @@ class StepAlarm:
                 self._lost = step if self._lost is None else self._lost
         self._looked += len(losses)
         self._loss += [math.nan if math.isinf(loss) else loss for loss in losses]
-        if self._lost_told or self._lost is None or not (again or last):
+        if self._lost_reported or self._lost is None or not (again or last):
             return []
-        self._lost_told = True
-        return [Told(rank=self.rank, step=self._lost + 1, phase=NOT_FINITE, before=self._finite, after=self._finite, share=0.0)]
+        self._lost_reported = True
+        return [AlarmEvent(rank=self.rank, step=self._lost + 1, phase=NOT_FINITE, before=self._finite, after=self._finite, share=0.0)]
 
-    def _higher_losses(self, *, waits: bool) -> list[Told]:
+    def _higher_losses(self, *, waits: bool) -> list[AlarmEvent]:
         """The alarms of the losses: of so many steps, of the first whose loss is known."""
         if self._losses is None or not self._every:
             return []
@@ -168,16 +178,16 @@ class StepAlarm:
         changes = self._loss_points.add_blocks(self._read, blocks_of_losses(self._loss[:count], self._every), waits=waits)
         del self._loss[:count]
         self._read += count // self._every
-        return [self._as_told(replace(change, step=self._done + change.step * self._every), 0.0) for change in changes]
+        return [self._event(replace(change, step=self._done + change.step * self._every), 0.0) for change in changes]
 
-    def _explained(self, step: float) -> list[Told]:
+    def _explained(self, step: float) -> list[AlarmEvent]:
         """The pending changes, if they are due at a step: of those that belong together, the phase that changes most."""
-        if not self._pending or step - self._pending[0].told < HELD * BLOCK:
+        if not self._pending or step - self._pending[0].reported < HELD * BLOCK:
             return []
         changes, self._pending = self._pending, []
         known = {change.series: change for change in changes}
-        told = []
-        told += [self._as_told(known.pop(name), 0.0) for name in ("memory", DEVICE_MEMORY) if name in known]
+        events = []
+        events += [self._event(known.pop(name), 0.0) for name in ("memory", DEVICE_MEMORY) if name in known]
         length = known["step"].before if "step" in known else self._points.level("step")
         phases = [change for name, change in known.items() if name in PHASES]
         phases = [change for change in phases if abs(change.after - change.before) >= WORTH * length]
@@ -191,12 +201,12 @@ class StepAlarm:
             share = abs(chosen.ratio - 1) if rate else (chosen.after - chosen.before) / length if length > 0 else 0.0
             slower = (chosen.after < chosen.before) == rate
             if slower != self._slower:
-                self._slower, self._told = slower, []
-            near = [told for step, told in self._told if abs(chosen.step - step) < SAME * BLOCK]
+                self._slower, self._reported = slower, []
+            near = [earlier for step, earlier in self._reported if abs(chosen.step - step) < SAME * BLOCK]
             if abs(share) >= FAR_MORE * max(near, default=0.0):
-                self._told.append((chosen.step, abs(share)))
-                told.append(self._as_told(chosen, share))
-        return told
+                self._reported.append((chosen.step, abs(share)))
+                events.append(self._event(chosen, share))
+        return events
 
     def _longer(self, step: Change) -> Change:
         """A longer step as the phase that by its level, and beyond its noise, explains it; as it is where none does."""
@@ -208,8 +218,8 @@ class StepAlarm:
                 grown[by] = replace(step, series=name, before=before, after=after)
         return grown[max(grown)] if grown else step
 
-    def _as_told(self, change: Change, share: float) -> Told:
-        return Told(rank=self.rank, step=change.step + 1, phase=change.series, before=change.before, after=change.after, share=share)
+    def _event(self, change: Change, share: float) -> AlarmEvent:
+        return AlarmEvent(rank=self.rank, step=change.step + 1, phase=change.series, before=change.before, after=change.after, share=share)
 
 
 class Circumstances:
@@ -301,13 +311,13 @@ class PartsOfBackward:
         for name, seconds in self._now().items():
             self._before[name].append(seconds)
 
-    def part(self, told: Told) -> Told:
+    def part(self, event: AlarmEvent) -> AlarmEvent:
         """The alarm of a longer backward as that of the part that explains half of it or more; as it is where none is known to."""
-        for name, seconds in self._now().items() if told.phase == "backward" and told.slower else ():
+        for name, seconds in self._now().items() if event.phase == "backward" and event.slower else ():
             before = median(self._before[name] or [math.inf])
-            if seconds - before >= (told.after - told.before) / 2:
-                return replace(told, phase=name, before=before, after=seconds)
-        return told
+            if seconds - before >= (event.after - event.before) / 2:
+                return replace(event, phase=name, before=before, after=seconds)
+        return event
 
 
 def resident() -> float:
@@ -333,30 +343,30 @@ class OtherRanks:
 
     def __init__(self, folder: Path, rank: int) -> None:
         """`folder` need not be there yet."""
-        self._folder, self._own = folder, f"told{rank}.jsonl"
+        self._folder, self._own = folder, f"events{rank}.jsonl"
 
-    def put(self, told: Told) -> None:
+    def put(self, event: AlarmEvent) -> None:
         """Let the others know of an alarm of this rank."""
         with contextlib.suppress(OSError):  # it is in the rank's own file, too
             self._folder.mkdir(exist_ok=True)
             writer = LineWriter(self._folder / self._own)
-            writer.write([told.to_row()])
+            writer.write([event.to_row()])
             writer.close()
 
-    def __call__(self) -> list[Told]:
-        """What the others have told so far."""
-        files = [path for path in sorted(self._folder.glob("told*.jsonl")) if path.name != self._own]
+    def __call__(self) -> list[AlarmEvent]:
+        """What the others have reported so far."""
+        files = [path for path in sorted(self._folder.glob("events*.jsonl")) if path.name != self._own]
         rows = [row for path in files for row in LineTail(path).read(salvage=True)]
-        return [told for told in map(Told.of_row, rows) if told]
+        return [event for event in map(AlarmEvent.of_row, rows) if event]
 
 
 class Alarm:
-    """A background thread that looks at what a recording has finished, and tells."""
+    """A background thread that looks at what a recording has finished, and reports changes."""
 
     def __init__(
         self,
         take: Callable[[], Sequence[Row]],
-        tell: Callable[[Told, str], object],
+        report: Callable[[AlarmEvent, str], object],
         *,
         rank: int = 0,
         ranks: int = 1,
@@ -365,26 +375,26 @@ class Alarm:
         traces: Any = None,
         losses: Callable[[int, int], list[float]] | None = None,
         device: int | None = None,
-        others: Callable[[], Sequence[Told]] | None = None,
+        others: Callable[[], Sequence[AlarmEvent]] | None = None,
     ) -> None:
         """Begin to follow the steps that `take` gives: those finished since it was called last.
 
-        `tell` is called with each alarm and its sentence ("" where another of the `ranks` tells it), `done` and `losses` are as `StepAlarm`
-        takes them, `device` is the index of the GPU. `experiments` allows a small computation, `traces`, an `AlarmTraces`, those of steps
-        after something became slower. `others` gives what other ranks have told so far.
+        `report` gets each alarm and its sentence ("" if another of the `ranks` reports it), `done` and `losses` are as `StepAlarm` takes
+        them, `device` is the index of the GPU. `experiments` allows a small computation, `traces`, an `AlarmTraces`, those of steps
+        after something became slower. `others` gives what other ranks have reported so far.
         """
         self._traces = traces
-        self._take, self._tell, self._ranks = take, tell, ranks
+        self._take, self._report, self._ranks = take, report, ranks
         held = None if device is None else lambda: float(sys.modules["torch"].cuda.memory_allocated(device))  # a counter of the host
         self._alarm = StepAlarm(rank, memory=resident, device_memory=held, losses=losses, done=done)
         self._around = Circumstances(experiments=experiments, device=device)
         self._parts = PartsOfBackward.of_process() if ranks > 1 else None
-        self.told: list[Told] = []
-        self._others, self._held = others, list[tuple[Told, float]]()
+        self.events: list[AlarmEvent] = []
+        self._others, self._held = others, list[tuple[AlarmEvent, float]]()
         """Alarms that another rank may explain, and since when they wait for it."""
         self._looked, self._wait = time.monotonic(), INTERVAL
         self.paused = False
-        """Is no loop open? Then what waits for steps that may not follow is told."""
+        """Is no loop open? Then what waits for steps that may not follow is reported."""
         self._pid = os.getpid()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._follow, name="workbench-alarm", daemon=True).start()
@@ -410,40 +420,40 @@ class Alarm:
         rows, before = self._take(), self._looked
         self._looked = time.monotonic()
         pause = self.paused or last
-        for told in self._alarm.see(rows, waits=not pause and len(rows) >= GROUP * BLOCK, pause=pause, last=last):
-            slow = self._traces if told.slower and told.phase not in NOT_TIME else None
-            around = self._around.changed() if told.phase not in ("loss", NOT_FINITE) else ()
-            told = self._parts.part(told) if self._parts else told
-            full = replace(told, circumstances=around, trace=slow.ask(told.step) if slow else "")
+        for event in self._alarm.see(rows, waits=not pause and len(rows) >= GROUP * BLOCK, pause=pause, last=last):
+            slow = self._traces if event.slower and event.phase not in NOT_TIME else None
+            around = self._around.changed() if event.phase not in ("loss", NOT_FINITE) else ()
+            event = self._parts.part(event) if self._parts else event
+            full = replace(event, circumstances=around, trace=slow.ask(event.step) if slow else "")
             self._held.append((full, self._looked))
         if self._held:
-            self._tell_held(last)
+            self._report_held(last)
         if not self._alarm.pending:
             self._around.note()
             if self._parts:
                 self._parts.note()
         self._wait = seconds_to_wait(len(rows), self._looked - before, pending=self._alarm.pending or bool(self._held))
 
-    def _tell_held(self, last: bool) -> None:
+    def _report_held(self, last: bool) -> None:
         """Tell what is due: what another rank may explain waits for it for some time, since ranks look at different times."""
         others, held = self._others() if self._others else (), self._held
         self._held = []
-        for told, since in held:
-            reason = waited_for(told, others)
-            if self._others and not reason and told.phase in WAITS and not last and self._looked - since < HOLD:
-                self._held.append((told, since))
+        for event, since in held:
+            reason = waited_for(event, others)
+            if self._others and not reason and event.phase in WAITS and not last and self._looked - since < HOLD:
+                self._held.append((event, since))
                 continue
-            told = replace(told, waits_for=reason.rank) if reason else told
-            self.told.append(told)
-            self._tell(told, "" if reason else told.words(self._ranks))
+            event = replace(event, waits_for=reason.rank) if reason else event
+            self.events.append(event)
+            self._report(event, "" if reason else event.words(self._ranks))
 
     def close(self) -> str:
-        """Look a last time, and end. Returns the digest: "" where nothing was told."""
+        """Look a last time, and end. Returns the digest: "" if nothing was reported."""
         self._stop.set()
         if os.getpid() == self._pid:
             self.look(last=True)
-        traces = [told.trace for told in self.told if told.trace and self._traces and self._traces.written(told.trace)]
-        return digest(self.told, self._ranks, traces)
+        traces = [event.trace for event in self.events if event.trace and self._traces and self._traces.written(event.trace)]
+        return digest(self.events, self._ranks, traces)
 
     def _follow(self) -> None:
         while not self._stop.wait(self._wait):

@@ -110,7 +110,7 @@ class FirstBatches:
             steps: gives the optimizer steps so far. (A pass without any is an evaluation, which may read the same on all ranks.)
         """
         self._warn, self._say, self._steps = warn, say, steps
-        self._told = number_or_default("WORLD_SIZE", 1) < 2
+        self._reported = number_or_default("WORLD_SIZE", 1) < 2
         """Is this rank's reading reported already, or not needed?"""
         self._epochs = weakref.WeakKeyDictionary[Any, Any]()  # sampler -> its epoch in the first training pass
         self._warned: set[str] = set()
@@ -122,7 +122,7 @@ class FirstBatches:
         first, before, sampler = "", self._steps(), _sampler(loader)
         epoch = getattr(sampler, "epoch", None)
         for count, batch in enumerate(source, 1):
-            if workers > 1 if count == 2 else count == 1 and (workers > 1 or not self._told):
+            if workers > 1 if count == 2 else count == 1 and (workers > 1 or not self._reported):
                 read, differ = digest(batch)
                 if count == 1:
                     first = read
@@ -133,19 +133,19 @@ class FirstBatches:
                     )
             yield batch
             if self._steps() > before and (count > 1 or workers < 2):
-                self._tell(loader, first, sampler, epoch)
+                self._report(loader, first, sampler, epoch)
                 break
         yield from source
 
     def without_loader(self) -> None:
         """A training loop was seen that reads no DataLoader."""
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             self._say({"reads": {"first": "", "group": _in_group(), "split": None, "data": ""}})
 
-    def _tell(self, loader: Any, first: str, sampler: Any, epoch: Any) -> None:
-        if not self._told:
-            self._told = True
+    def _report(self, loader: Any, first: str, sampler: Any, epoch: Any) -> None:
+        if not self._reported:
+            self._reported = True
             data = ""
             with contextlib.suppress(Exception):  # whatever a dataset raises is no reason to end the loop
                 data = _identity(loader.dataset)

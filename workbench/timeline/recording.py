@@ -13,7 +13,7 @@ from workbench.core.package import code_record, imported_sources
 from workbench.core.system_load import LoadMeter, Noise
 from workbench.timeline import alarm as alarm_module
 from workbench.timeline import hooks, rank_log
-from workbench.timeline.analysis.told import Told
+from workbench.timeline.analysis.alarm_events import AlarmEvent
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import MarkRecorder
 from workbench.timeline.steps import Row, StepRules, StepsBy
@@ -42,7 +42,7 @@ class Recording:
             log: File of JSON lines to write; None = that of this rank if a run directory is set in the environment, else no file.
             notes: What the timeline should say about the way it was measured.
             expected: Notes by phase, to be added if no step spent any time in that phase.
-            alarm: tell when a phase changes for good, see `alarm.Alarm`; False = only if the launch asks for it.
+            alarm: report when a phase changes for good, see `alarm.Alarm`; False = only if the launch asks for it.
             load: on a CPU, measure what other processes take while a loop runs; not in a run, whose launch looks at the machine.
         """
         self._new_recorder, self._rules, self._expected = recorder, StepRules(steps_by=steps_by), expected or {}
@@ -68,7 +68,7 @@ class Recording:
         self._losses: hooks.Losses | None = None
         self._traces: Any = None  # `AlarmTraces`, where they are allowed
         self._other_ranks: alarm_module.OtherRanks | None = None
-        self._alarms_before: tuple[Told, ...] = ()  # of passes before the last close()
+        self._alarms_before: tuple[AlarmEvent, ...] = ()  # of passes before the last close()
 
     def _default_log(self) -> "rank_log.RankLog | None":
         """The file in the run directory of the environment; None = there is none, or it cannot be written: then a note says so."""
@@ -97,7 +97,7 @@ class Recording:
                 self._other_ranks = alarm_module.OtherRanks(self._log.path.parent / run_directory.ALARM_TRACES, rank_log.rank())
             self._alarm = alarm_module.Alarm(
                 self._unseen,
-                self._told,
+                self._report,
                 losses=self._losses.take,
                 traces=self._traces,
                 device=self.device,
@@ -123,7 +123,7 @@ class Recording:
             self._noise = earlier if earlier and earlier.foreign > now.foreign else now
 
     def end_pass(self) -> None:
-        """A loop is over, and perhaps the training: the alarm tells what it has, and other processes do not concern it any more."""
+        """A loop is over, and perhaps the training: the alarm reports what it has, and other processes do not concern it any more."""
         self._end_load()
         if self._alarm:
             self._alarm.pause(self._free)
@@ -165,17 +165,17 @@ class Recording:
             rows, self._seen = self._rows[self._seen :], len(self._rows)
         return rows
 
-    def _told(self, told: Told, words: str) -> None:
+    def _report(self, event: AlarmEvent, words: str) -> None:
         if words:
             self.warn(words)
-        self.say({"alarm": told.to_row()})
+        self.say({"alarm": event.to_row()})
         if self._other_ranks:
-            self._other_ranks.put(told)
+            self._other_ranks.put(event)
 
     @property
-    def told(self) -> tuple[Told, ...]:
+    def alarm_events(self) -> tuple[AlarmEvent, ...]:
         """The alarms so far."""
-        return (*self._alarms_before, *(self._alarm.told if self._alarm else ()))
+        return (*self._alarms_before, *(self._alarm.events if self._alarm else ()))
 
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest, in their order. Never waits for the device, so any thread may do it at any time."""
@@ -204,14 +204,14 @@ class Recording:
             self.harvest()
 
     def close(self) -> None:
-        """Settle, tell and write what is left, and detach from the file."""
+        """Settle, report and write what is left, and detach from the file."""
         self.settle()
         self._end_load()
         if self._traces:
             self._traces.close()
         if self._alarm:
             words = self._alarm.close()
-            self._alarms_before, self._alarm = self.told, None
+            self._alarms_before, self._alarm = self.alarm_events, None
             if words:
                 self._notes += (f"alarms: {words}",)
                 print(f"workbench: alarms: {words}", file=sys.stderr, flush=True)

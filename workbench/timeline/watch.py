@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from workbench.core.checks import objects
 from workbench.core.synonyms import accept_synonyms
 from workbench.timeline import hooks, watch_script
-from workbench.timeline.analysis.told import Told
+from workbench.timeline.analysis.alarm_events import AlarmEvent
 from workbench.timeline.loops import MeasuredBatches, check_loader
 from workbench.timeline.marks import BACKWARD, FORWARD, MarkRecorder, new_recorder
 from workbench.timeline.reading import FirstBatches
@@ -124,9 +124,9 @@ class Watch(MeasuredBatches[T]):
         return self._recording.timeline
 
     @property
-    def alarms(self) -> "tuple[Told, ...]":
+    def alarms(self) -> "tuple[AlarmEvent, ...]":
         """What has changed so far, with `alarm=True`."""
-        return self._recording.told
+        return self._recording.alarm_events
 
     def close(self) -> None:
         """Tell the changes that are still held back, print the summary of all, and close the rank's file, if there is one.

@@ -2,9 +2,9 @@
 
 Source: Adams and MacKay, "Bayesian Online Changepoint Detection", 2007 (arXiv 0710.3742): the probability of each length of the present
 regime is updated with every value. A value here is the logarithm of the median of a block of steps, which takes single long steps away;
-what lies far out counts no more than `FAR` deviations. A change is told when the posterior is sure of it, and when it is also larger than
-what windows of the same length have varied by before: noise of trainings is neither normal nor independent. The posterior costs far more
-than the medians, so it follows only blocks at which a change may be told: where no median of the latest blocks has moved, it is not asked.
+what lies far out counts no more than `FAR` deviations. A change is reported when the posterior is sure of it, and when it is also larger
+than windows of the same length have varied before: noise of trainings is neither normal nor independent. The posterior costs far more
+than the medians, so it is computed only for blocks at which a change may be reported, where a median of the latest blocks has moved.
 """
 
 import math
@@ -19,9 +19,9 @@ Floats = NDArray[np.float64]
 BLOCK = 8
 """Steps of a block. Chosen: a slowdown of 100 steps is a dozen blocks, and a long step out of eight moves their median little."""
 WARM_UP = 25
-"""Blocks from which noise and level are known, before anything is told."""
+"""Blocks from which noise and level are known, before anything is reported."""
 AGAIN = 6
-"""The same after a change that was told: so that what comes back, or becomes worse, within a hundred steps is told, too. Until WARM_UP,
+"""The same after a reported change, so that what comes back, or becomes worse, within a hundred steps is reported, too. Until WARM_UP,
 noise, and how far windows have varied, are at least what they were before that change."""
 OLD = 200.0
 """Blocks by which the level of an old regime is known: it follows what drifts, such as a clock that warms up over hours."""
@@ -34,11 +34,11 @@ FAR = 4.0
 FREEDOM = 12.0
 """Degrees of freedom of the values around their level, and blocks by which the noise is known: it follows slow changes."""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 40
-"""Blocks of a new regime from which on it is told, and until when it is looked at."""
+"""Blocks of a new regime from which on it is reported, and until when it is looked at."""
 SURE = 0.95
-"""Posterior probability that the present regime is no older than the one that is told."""
+"""Posterior probability that the present regime is no older than the one that is reported."""
 LEAST_CHANGE = 0.07
-"""Relative change below which nothing is told. Chosen: slowdowns of 10 % must be found."""
+"""Relative change below which nothing is reported. Chosen: slowdowns of 10 % must be found."""
 BEYOND = 1.3
 """How far a change must exceed the largest change between neighbouring windows before. Chosen on made series with heavy tails and drift
 (`benchmarks/change_points.py`): with 1, a day of steps has false alarms; with 2, a slowdown of 10 % under such noise may be missed."""
@@ -58,7 +58,7 @@ GROUP = 4
 WIDTHS = np.array((4, 6, 8, 12, 20, 36))
 """Lengths in blocks of the windows whose medians are held against those of NEAR blocks before: of each age, two thirds in one of them."""
 LOOSE = 0.75
-"""Part of a change that is told at which the posterior is asked: it is told for other windows than these."""
+"""Part of a change that is reported at which the posterior is asked: it is reported for other windows than these."""
 CAUGHT_UP = MOST_BLOCKS + SAME
 """Blocks back at which a posterior begins anew that was not asked for these and NEAR more."""
 
@@ -74,8 +74,8 @@ class Change:
     before: float
     """The level before, in the unit of the series."""
     after: float
-    told: int
-    """The last step that was known when it was told."""
+    reported: int
+    """The last step that was known when it was reported."""
 
     @property
     def ratio(self) -> float:
@@ -95,9 +95,9 @@ class ChangePoints:
             series: names of the series.
             floor: added to each value, as a part of the first series' first level: what is close to 0 does not matter, however it varies.
                 To a series that is `upward`, as a part of its own.
-            upward: tell only what rises, and hold it only against earlier rises: of what is meant to fall, such as a loss. True = of all
+            upward: report only what rises, and hold it only against earlier rises: of what is meant to fall, such as a loss. True = of all
                 series, or the names of some.
-            worth: of some series, the least change that is told, as a part of the first series' level then (roughly).
+            worth: of some series, the least change that is reported, as a part of the first series' level then (roughly).
         """
         self.series, self._floor = tuple(series), floor
         self._worth = LOOSE * np.array([(worth or {}).get(name, 0.0) for name in self.series])
@@ -118,9 +118,9 @@ class ChangePoints:
         self._first = np.zeros(count, dtype=np.int64)
         """Number of the block with which its history begins."""
         self._needed = np.full(count, WARM_UP)
-        """Blocks of its history from which on a change is told."""
+        """Blocks of its history from which on a change is reported."""
         self._usual = np.zeros((count, 2))
-        """Before the change that was told last: its noise, and the largest change between windows."""
+        """Before the change that was reported last: its noise, and the largest change between windows."""
         self._begun = np.zeros(count, dtype=bool)
         """Are its noise and level known?"""
         self._added, self._reference = np.zeros(count), 0.0
@@ -134,7 +134,7 @@ class ChangePoints:
         self._rows, self._best = np.arange(count), np.full(count, MOST_BLOCKS + 1)
 
     def add_blocks(self, step: int, values: Floats, *, waits: bool = True) -> list[Change]:
-        """Blocks of steps that follow; nan = not known in that step. Returns the changes that are told now.
+        """Blocks of steps that follow; nan = not known in that step. Returns the changes that are reported now.
 
         Args:
             step: number of the first.
@@ -187,9 +187,9 @@ class ChangePoints:
             new = bool((~self._begun & (self._since >= 0)).any())
             for moved in [True] if new else self._moved(left):
                 left -= 1
-                told = self._judge(GROUP) if moved else []
-                changes += told
-                if told:
+                due = self._judge(GROUP) if moved else []
+                changes += due
+                if due:
                     break  # what follows is held against the new level
                 if not moved:
                     self._behind += GROUP
@@ -220,16 +220,16 @@ class ChangePoints:
         self._history[:, self._length : self._length + len(logs)] = logs.T
 
     def _moved(self, groups: int) -> list[bool]:
-        """May a change be told at the end of each group of blocks that follow the history? If any median of the latest has moved enough."""
+        """May a change be reported at the end of each group of blocks that follow the history? Yes if a late median has moved enough."""
         ends = self._length + GROUP * np.arange(1, groups + 1)
         begin = np.where(self._since < 0, 2 * _KEPT, self._length - self._blocks + self._first)[:, None]
         old, known = self._before(ends, begin)
         latest = self._history[:, np.maximum(ends[:, None] + _LATEST, 0)]
         rise, fall = self._least(old)
-        told = known >= self._needed[:, None, None]
+        judged = known >= self._needed[:, None, None]
         # at first whether two of the latest values are that far from any level before: a median is, only if as many of its values are
-        high = np.where(told, old + rise, math.inf).min(axis=-1, keepdims=True)
-        low = np.where(told & ~self._upward[:, None, None], old - fall, -math.inf).max(axis=-1, keepdims=True)
+        high = np.where(judged, old + rise, math.inf).min(axis=-1, keepdims=True)
+        low = np.where(judged & ~self._upward[:, None, None], old - fall, -math.inf).max(axis=-1, keepdims=True)
         asked = np.nonzero((np.maximum((latest >= high).sum(axis=-1), (latest <= low).sum(axis=-1)) > 1).any(axis=0))[0]
         found = np.zeros(groups, dtype=bool)
         if len(asked):
@@ -286,7 +286,7 @@ class ChangePoints:
         with np.errstate(invalid="ignore"):  # what is not known is infinite
             values = np.exp(old)
             step = values[:1] - self._added[0]
-            if not np.isfinite(step).all():  # its change was just told
+            if not np.isfinite(step).all():  # its change was just reported
                 step = np.where(np.isfinite(step), step, self.level(self.series[0]))
             part = self._worth[:, None, None] * step / values
         return np.fmax(least, np.log1p(part)), np.fmax(least, -np.log1p(-np.minimum(part, 1 - 1e-9)))
@@ -313,7 +313,7 @@ class ChangePoints:
         changes = []
         if self._begun.any():
             self._update(self._history[:, self._length - 1])
-            changes = self._told()
+            changes = self._due_changes()
         if not self._begun.all():
             due = ~self._begun & (self._since >= 0) & (self._blocks - self._since >= WARM_UP)
             if due.any():
@@ -340,7 +340,7 @@ class ChangePoints:
         likely = -0.5 * ((FREEDOM + 1) * np.log1p(off * off / (FREEDOM * scale)) + np.log(scale))
         log = self._log + likely
         variance = self._variance + self._learn * (off * off * self._shrink - self._variance)
-        # all that are older than the oldest that is told are one: it keeps the level of the more probable one
+        # all that are older than the oldest that is reported are one: it keeps the level of the more probable one
         older = np.where(log[:, -2] > log[:, -1], -2, -1)
         mean, variance = self._mean + self._follow * off, np.maximum(variance, 0.25 * self._variance0[:, None])
         for kept, each, new, last in (
@@ -352,15 +352,15 @@ class ChangePoints:
         self._best = self._log.argmax(axis=1)
         self._log -= self._log[self._rows, self._best][:, None]
 
-    # What is told
+    # What is reported
 
-    def _told(self) -> list[Change]:
+    def _due_changes(self) -> list[Change]:
         changes = []
         best = self._best
         for place in np.nonzero((best >= LEAST_BLOCKS) & (best <= MOST_BLOCKS))[0].tolist():
             age = int(best[place])
             if len(self._known(place)) < age + WARM_UP or self._blocks - age <= self._first[place]:
-                continue  # it was told, or the series begins there
+                continue  # it was reported, or the series begins there
             weights = np.exp(self._log[place])
             if weights[: age + 2].sum() < SURE * weights.sum():
                 continue
@@ -397,7 +397,7 @@ class ChangePoints:
         # as far out, values count less than they are: the posterior would learn the new level slowly, and take it for noise
         self._begin(self._rows == place, self._history[:, : self._length], age, max(noise, 2e-3))
         before, after = max(0.0, math.exp(old) - added), max(0.0, math.exp(new) - added)
-        return Change(series=self.series[place], step=self.steps - age * BLOCK, before=before, after=after, told=self.steps - 1)
+        return Change(series=self.series[place], step=self.steps - age * BLOCK, before=before, after=after, reported=self.steps - 1)
 
 
 _KEPT = HISTORY + MOST_BLOCKS

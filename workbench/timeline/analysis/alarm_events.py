@@ -43,8 +43,8 @@ MEETS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """One alarm."""
+class AlarmEvent:
+    """A change that an alarm reports."""
 
     rank: int
     step: int
@@ -69,8 +69,8 @@ class Told:
         """Does the training lose by it?"""
         return (self.after < self.before) == (self.phase == "throughput")
 
-    def same_event(self, other: "Told") -> bool:
-        """Did the same change at about the same step, as far as alarms of two ranks tell?"""
+    def same_event(self, other: "AlarmEvent") -> bool:
+        """Did the same change at about the same step, as far as alarms of two ranks show?"""
         return (self.phase, self.slower) == (other.phase, other.slower) and abs(self.step - other.step) <= MEETS
 
     def words(self, ranks: int = 1) -> str:
@@ -101,39 +101,39 @@ class Told:
         return asdict(self) | {"circumstances": list(self.circumstances)}
 
     @classmethod
-    def of_row(cls, row: Any) -> "Told | None":
+    def of_row(cls, row: Any) -> "AlarmEvent | None":
         """An alarm as a file has it; None where it is damaged."""
         try:
-            told = cls(**{**row, "circumstances": tuple(map(str, row["circumstances"]))})
-            numbers = (told.before, told.after, told.share)
-            return told if is_whole(told.step) and is_whole(told.rank) and all(map(is_number, numbers)) else None
+            event = cls(**{**row, "circumstances": tuple(map(str, row["circumstances"]))})
+            numbers = (event.before, event.after, event.share)
+            return event if is_whole(event.step) and is_whole(event.rank) and all(map(is_number, numbers)) else None
         except (TypeError, KeyError):
             return None
 
 
-def waited_for(told: Told, others: Iterable[Told]) -> Told | None:
+def waited_for(event: AlarmEvent, others: Iterable[AlarmEvent]) -> AlarmEvent | None:
     """The change of another rank, at about the same step, that explains why something takes longer, or less, on this one; None = none does.
 
     Ranks wait for the slowest one where they average gradients, so all their steps become longer, and one of them has a reason of its own.
     """
-    if told.phase in NOT_TIME:
+    if event.phase in NOT_TIME:
         return None
     reasons = []
     for other in others:
-        together = other.rank != told.rank and other.slower == told.slower and abs(other.step - told.step) <= MEETS
-        surer = told.phase in WAITS or (other.phase in UNSHARED and told.phase not in UNSHARED)
-        enough = abs(other.share) >= abs(told.share) * (0.5 if surer else 2)
+        together = other.rank != event.rank and other.slower == event.slower and abs(other.step - event.step) <= MEETS
+        surer = event.phase in WAITS or (other.phase in UNSHARED and event.phase not in UNSHARED)
+        enough = abs(other.share) >= abs(event.share) * (0.5 if surer else 2)
         if together and enough and other.phase not in (*WAITS, *NOT_TIME):
             reasons.append(other)
     return max(reasons, key=lambda other: abs(other.share), default=None)
 
 
-def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> str:
-    """What an alarm told over a run, in a line; ranks and phases that became slow again and again come first."""
-    if not told:
+def digest(events: Sequence[AlarmEvent], ranks: int = 1, traces: Sequence[str] = ()) -> str:
+    """What an alarm reported over a run, in a line; ranks and phases that became slow again and again come first."""
+    if not events:
         return ""
     slow: dict[tuple[int, str], list[int]] = {}
-    for alarm in told:
+    for alarm in events:
         if alarm.slower and alarm.phase not in NOT_TIME and alarm.waits_for is None:
             slow.setdefault((alarm.rank, alarm.phase), []).append(alarm.step)
     again = [(key, steps) for key, steps in slow.items() if len(steps) > 1]
@@ -142,10 +142,10 @@ def digest(told: Sequence[Told], ranks: int = 1, traces: Sequence[str] = ()) -> 
         + ", ".join(f"{step:,}" for step in steps[:6])
         for (rank, phase), steps in sorted(again, key=lambda item: -len(item[1]))
     ]
-    first = [f"{WORDS.get(alarm.phase, alarm.phase)} since step {alarm.step:,}" for alarm in told[:3]]
-    listed = f": {', '.join(first)}{', …' * (len(told) > 3)}" if len(told) > 1 and not again else ""
-    words += [f"{len(told)} change{'s' * (len(told) > 1)} in all{listed}"]
-    for rank in sorted({alarm.waits_for for alarm in told if alarm.waits_for is not None}):
-        words[-1] += f", {sum(alarm.waits_for == rank for alarm in told)} of them of rank {rank}, for which this one waits"
+    first = [f"{WORDS.get(alarm.phase, alarm.phase)} since step {alarm.step:,}" for alarm in events[:3]]
+    listed = f": {', '.join(first)}{', …' * (len(events) > 3)}" if len(events) > 1 and not again else ""
+    words += [f"{len(events)} change{'s' * (len(events) > 1)} in all{listed}"]
+    for rank in sorted({alarm.waits_for for alarm in events if alarm.waits_for is not None}):
+        words[-1] += f", {sum(alarm.waits_for == rank for alarm in events)} of them of rank {rank}, for which this one waits"
     words += [f"traced: {', '.join(traces)}"] if traces else []
     return "; ".join(words)
