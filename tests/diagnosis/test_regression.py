@@ -183,6 +183,17 @@ def test_load_that_fools_the_mean_does_not_choose_it_and_stalls_do(tmp_path: Pat
     assert measured([loaded, stalls], "time").part is None, "the fastest steps show no change"
 
 
+def test_a_loader_that_holds_up_every_second_step_is_compared_by_the_mean(tmp_path: Path) -> None:
+    """Two workers made the step 2.24 times as fast; the range beside it, of the fastest quarter of the steps, was 6.69 to 8.81."""
+    chance = random.Random(1)
+    alone = with_steps(tmp_path / "a", lambda i: 0.155 * chance.lognormvariate(0, 0.02))
+    by_turns = with_steps(tmp_path / "b", lambda i: (0.02, 0.119)[i % 2] * chance.lognormvariate(0, 0.02))
+    assert measured([alone, by_turns], "time").part is measured([by_turns, alone], "time").part is None
+    found = wb.compare(alone, by_turns)
+    assert found.ranges[1] is not None
+    assert found.speedup in found.ranges[1]
+
+
 def test_a_good_commit_that_does_not_run_ends_a_bisection_at_once(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a task that is in no commit."""
     monkeypatch.chdir(tmp_path)

@@ -37,6 +37,9 @@ BLOCKS = 8
 QUICK, SHOWN = 0.25, 0.7
 """The part of the steps that are faster than the value, and how much of the mean's change it has to show. Chosen: on two cores with eleven
 processes that want them the mean of 150 steps varied by 20 % from launch to launch."""
+TOO_MUCH = 2
+"""How many times the change of a mean that is sure the quantile may show at most. Chosen: where two workers feed a step that is four times as
+fast as they are, every second step waits for no batch, so a quarter of the steps says nothing of the others."""
 CLEAR, SURE, FEW_BLOCKS = 0.03, 3, 4
 """A change of a value is beyond noise from so much on, and so many standard errors of the blocks' mean, of so many blocks at least. Chosen:
 launches of a program differ by 3 %."""
@@ -333,8 +336,9 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
 
     Of time it is the step that a quarter of the steps are faster than, where that shows the regression as well as the mean: other processes
     disturb it least. Where it shows less, such as where some steps stall, it is the mean, unless only the quantile's change is beyond what
-    blocks of the runs vary by. Where the two contradict each other, a quantile that is sure counts: load can make any mean longer, and
-    the fastest steps hardly.
+    blocks of the runs vary by. It is the mean, too, where its change is beyond that and the quantile's is more than twice as large, such as
+    where a slow loader holds up only every second step. Where the two contradict each other, a quantile that is sure counts: load can make
+    any mean longer, and the fastest steps hardly.
     """
     sizes = [samples_per_step(run) for run in runs] if of == "time" else [1.0, 1.0]
     per = "step" if not all(sizes) or math.isclose(*sizes, rel_tol=0.01) else "sample"
@@ -343,7 +347,7 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
         return mean
     quick = dataclasses.replace(mean, part=QUICK)
     (slow, slow_sure), (fast, fast_sure) = (_change(each, runs) for each in (mean, quick))
-    as_well = fast * slow > 0 and abs(fast) > SHOWN * abs(slow)
+    as_well = fast * slow > 0 and abs(fast) > SHOWN * abs(slow) and not (slow_sure and abs(fast) > TOO_MUCH * abs(slow))
     return quick if as_well or (fast_sure and (fast * slow <= 0 or not slow_sure)) else mean
 
 
