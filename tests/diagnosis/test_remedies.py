@@ -168,6 +168,18 @@ def test_the_hosts_reason_names_the_own_code_where_its_python_alone_takes_less()
         assert judgement.why.endswith(named)
 
 
+def test_compiling_the_model_is_no_remedy_for_python_of_the_steps_own_code() -> None:
+    """A step whose logging took half of its time, in several lines, was told to compile its model."""
+    inside = World(work=0.008, host=0.012, sleep=0.0).evidence().inside
+    assert inside is not None
+    lines = (("train.py:60 <listcomp>", 0.2), ("train.py:62 step", 0.15), ("train.py:61 <listcomp>", 0.05))
+    for own, compiled in ((lines, False), ((), True)):
+        seen = dataclasses.replace(inside, lines=lines, own=own)
+        found = remedies(dataclasses.replace(World(work=0.008, host=0.012, sleep=0.0).evidence(), inside=seen))
+        assert ("torch.compile" in found) is compiled
+        assert found["less Python in the step"].what.endswith(" Of the step, 20 % are in train.py:60 <listcomp>.")
+
+
 def test_up_to_is_what_would_be_gained_if_the_part_cost_nothing() -> None:
     world = World(cpu=0.03)
     ceiling = remedies(world.evidence())["prepared data"]

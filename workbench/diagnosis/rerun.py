@@ -38,8 +38,8 @@ QUICK, SHOWN = 0.25, 0.7
 """The part of the steps that are faster than the value, and how much of the mean's change it has to show. Chosen: on two cores with eleven
 processes that want them the mean of 150 steps varied by 20 % from launch to launch."""
 TOO_MUCH = 2
-"""How many times the change of a mean that is sure the quantile may show at most. Chosen: where two workers feed a step that is four times as
-fast as they are, every second step waits for no batch, so a quarter of the steps says nothing of the others."""
+"""How many times the change of a mean that is sure the quantile may show at most. Chosen: where two workers are slower than training, every
+second step still finds a batch, so the fastest quarter of the steps says nothing of the others."""
 CLEAR, SURE, FEW_BLOCKS = 0.03, 3, 4
 """A change of a value is beyond noise from so much on, and so many standard errors of the blocks' mean, of so many blocks at least. Chosen:
 launches of a program differ by 3 %."""

@@ -183,11 +183,10 @@ def _host(case: Case) -> Iterator[Remedy | None]:
     if case.judgement.verdict != "host-bound":
         return
     saved = case.judgement.shares["host"]
-    lines = case.evidence.inside.lines if case.evidence.inside else ()
-    where = ""
+    lines, own = (case.evidence.inside.lines, case.evidence.inside.own) if case.evidence.inside else ((), ())
+    most, where = bool(lines) and lines[0][1] >= MIN_EXPLAINED * saved.mid, ""
     if lines:
-        most = "It is mostly in" if lines[0][1] >= MIN_EXPLAINED * saved.mid else f"Of the step, {units.percent(lines[0][1])} are in"
-        where = f" {most} {lines[0][0]}."
+        where = f" {'It is mostly in' if most else f'Of the step, {units.percent(lines[0][1])} are in'} {lines[0][0]}."
     if cause.startswith("sleeping"):
         sleeping = Interval(low=c.sleeping, mid=c.sleeping, high=c.sleeping)
         what = f"Move waiting, reading, writing and printing out of the step or into a thread, or do them less often.{where}"
@@ -199,7 +198,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
         yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
     elif cause.startswith(("python", "launches")):
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
-        spread = not lines or lines[0][1] < MIN_EXPLAINED * saved.mid  # one long piece of Python is none of the model's
+        spread = not most and sum(share for _, share in own) * c.replayed / c.step < MIN_EXPLAINED * saved.mid  # else it is not the model's
         follow = "kernels follow each other without a gap" if device else "operators follow each other without a gap"
         if spread or cause.startswith("launches"):
             yield ceiling(
