@@ -414,6 +414,16 @@ def test_an_answer_that_is_not_among_the_choices_is_refused_with_them(
     assert capsys.readouterr().out.startswith("Right: ")
 
 
+def test_a_function_that_returns_nothing_in_a_later_case_is_no_untouched_exercise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one whose last branch lacks its return: it was told to begin."""
+    monkeypatch.syspath_prepend(FOLDER)
+    check = importlib.import_module("scripts.check")
+    check.warmup(lambda dataset, batch, steps: 782 if batch == 8192 else None)
+    assert capsys.readouterr().out.startswith("Not yet: with dataset=8000, batch=256, steps=125 yours gives None, and right is 12.")
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"), [([1.01, 1.0] * 3, "nothing"), ([0.9, 1.0] * 3, "10 %"), ([0.9, 1.0, 1.01, 1.0] * 3, "nothing")]
 )

@@ -413,6 +413,7 @@ def test_the_picture_shows_what_was_reached_and_what_was_not() -> None:
     assert ax.get_ylabel() == "steps to loss 0.5"
     curve = next(line for line in ax.get_lines() if line.get_label() == "law (90 %)")
     assert curve.get_ydata()[0] == pytest.approx(found.fitted_to([4, 16, 64]).fit().steps(4), rel=1e-6)
+    assert curve.get_color() not in (tuned.get_color(), linear.get_color()), "it is of the best of both"
     assert plot.steps_to_target(found, samples=True).get_ylabel() == "samples to loss 0.5"
     with pytest.raises(ValueError, match="no trial has ended yet"):
         made().plot()

@@ -247,7 +247,15 @@ def test_what_each_rule_makes_of_it() -> None:
     found = scale_lr(0.1, batch=32, to_batch=512, noise_scale=200)
     ax = found.plot()
     lines = {str(line.get_label()): line for line in ax.get_lines()}
-    assert [name for name in lines if name[0] != "_"] == ["linear", "square root", "damped", "none", "as it is", "predicted", "noise scale"]
+    assert [name for name in lines if name[0] != "_"] == [
+        "linear",
+        "square root",
+        "damped",
+        "none",
+        "as it is",
+        "predicted",
+        "noise scale or critical batch",
+    ]
     assert lines["damped"].get_color() != lines["linear"].get_color() == lines["none"].get_color()
     before, after = (line for line in ax.get_lines() if line.get_marker() == "D")
     assert (list(before.get_xdata()), list(before.get_ydata())) == ([32], [0.1])

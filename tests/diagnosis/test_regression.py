@@ -572,6 +572,8 @@ def test_what_is_not_committed_stops_no_experiment_where_it_is_documentation_or_
     assert found.base.code.commit == ids[0]
     assert [change.name for change in found.changes] == ["code"]
     assert found.notes == ("not committed in run A: images",)
+    documented = run("documented", {"commit": ids[0], "dirty": True, "uncommitted": ["images", "notebooks/look.ipynb", "README.md"]})
+    assert swaps.swaps_of(documented, new, {}).notes == found.notes, "no training reads a notebook"
     assert found.code == ("task.py line 8 (SLOW = 1.0  # 0 → SLOW = 2.0  # 3)", "images")
     with worktrees.checkout(repository, ids[0]) as checkout:
         assert (checkout.folder / "images").is_dir()

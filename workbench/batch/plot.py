@@ -32,7 +32,8 @@ _BEYOND = 4.0  # times the larger batch, and below the smaller one
 def scaled_lr(result: ScaledLr, ax: Axes | None = None) -> Axes:
     """The learning rate of each rule against the batch size; the solid diamond is the present rate.
 
-    The rule that was used is blue, with a hollow diamond at the rate that it predicts. The vertical dotted line is the noise scale.
+    The rule that was used is blue, with a hollow diamond at the rate that it predicts. The vertical dotted line is the
+    noise scale, or the critical batch.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -58,7 +59,7 @@ def scaled_lr(result: ScaledLr, ax: Axes | None = None) -> Axes:
         words, (1, 0), (-4, 5), xycoords="axes fraction", textcoords="offset points", color=ink(ax), ha="right", path_effects=halo(ax)
     )
     if result.noise is not None and low <= result.noise <= high:
-        ax.axvline(result.noise, color=SERIES[1], linestyle=":", linewidth=1.6, label="noise scale")
+        ax.axvline(result.noise, color=SERIES[1], linestyle=":", linewidth=1.6, label="noise scale or critical batch")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -31,9 +31,10 @@ _NEVER = 0.97  # height of the marks that never reach the target, in the axes
 def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: bool = False) -> Axes:
     """Steps to the target against the batch size, one colour and marker per rule, with a line from the fastest seed to the slowest.
 
-    The dashed curve is the law, fitted to the best rule at each batch, with the 90 % band of a measurement; points with a ring were not
-    fitted. The dotted line is perfect scaling: twice the batch, half the steps. A triangle means that the target was not reached by then. A
-    cross at the upper edge means that every trial diverged, so no number of steps is enough.
+    The dashed curve is the law, fitted to the best rule at each batch, with the 90 % band of a measurement. Where there are several
+    rules, it has a colour of its own. Points with a ring were not fitted. The dotted line is perfect scaling: twice the batch, half the
+    steps. A triangle means that the target was not reached by then. A cross at the upper edge means that every trial diverged, so no
+    number of steps is enough.
 
     Args:
         result: trials at several batch sizes.
@@ -63,7 +64,9 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
             law = result.fit(optimizer)
         except ValueError:
             continue
-        color = SERIES[[name for name, _ in configurations].index(optimizer) % len(SERIES)]
+        of_several_rules = not several and len(configurations) > 1
+        place = len(configurations) if of_several_rules else [name for name, _ in configurations].index(optimizer)
+        color = SERIES[place % len(SERIES)]
         handles.append(_law(ax, law, result.batches, color, f"law of {optimizer}" if several else "law (90 %)", samples))
         shown = [measured, predicted]
         if not position:

@@ -99,8 +99,9 @@ def swaps_of(a: Run, b: Run, also: Mapping[str, tuple[Mapping[str, str], Mapping
     of_files = code, of_code.code if of_code else None
     lines = _changed_code((a, b), Path(a.spec.script).parent if isinstance(a.spec, ScriptSpec) else folder, of_files) if ask_git else ()
     for name, run in zip("AB", (a, b), strict=True):
-        if uncommitted := provenance(run)["git"].get("uncommitted"):
-            notes.append(f"not committed in run {name}: {several_of(uncommitted)}")
+        uncommitted = provenance(run)["git"].get("uncommitted") or ()
+        if may_matter := [file for file in uncommitted if not _is_documentation(file)]:
+            notes.append(f"not committed in run {name}: {several_of(may_matter)}")
     for section, name, values in differences((a, b)):
         if section in ("git", CODE):
             if name != "branch":
@@ -239,8 +240,7 @@ def _is_harmless(source: Path, name: str, commit: str, used: Mapping[str, Any], 
 
     Data is a binary file, or a folder with none of the files that the run imported, `used`. GitError, OSError: it cannot be told.
     """
-    path = PurePath(name)
-    if path.suffix in (".md", ".rst", ".ipynb") or (path.suffix == ".txt" and not {"doc", "docs"}.isdisjoint(path.parts[:-1])):
+    if _is_documentation(name):
         return True
     top = next((folder for folder in (source.absolute(), *source.absolute().parents) if (folder / ".git").exists()), None)
     if top is None or not used or not (link := top / name).is_symlink() or Path(os.path.realpath(link)).is_relative_to(top.resolve()):
@@ -252,6 +252,11 @@ def _is_harmless(source: Path, name: str, commit: str, used: Mapping[str, Any], 
         parts = [PurePath(each).parts for each in used]
         data = link.is_dir() and not any(link.joinpath(*each[i:]).exists() for each in parts for i in range(len(each)))
     return data and not (ask_git and worktrees.git(top, "ls-tree", "-z", commit, "--", name))
+
+
+def _is_documentation(name: str) -> bool:
+    path = PurePath(name)
+    return path.suffix in (".md", ".rst", ".ipynb") or (path.suffix == ".txt" and not {"doc", "docs"}.isdisjoint(path.parts[:-1]))
 
 
 def _changed_code(runs: Sequence[Run], folder: Path, code: tuple[Code | None, Code | None]) -> tuple[str, ...]:
