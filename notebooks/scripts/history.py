@@ -32,6 +32,8 @@ def build():
 '''
 SUBJECTS = ("First version", "Rename a variable", "Longer docstring", "Read samples one by one", "Fix a typo", "Prepare the release")
 """What each commit says of itself."""
+CAUSE = "DISK_FACTOR"
+"""Of what changed since yesterday, that which makes the training slower."""
 SLOWER = 3
 """Number of the commit that makes a sample take more than twice as long."""
 

@@ -51,6 +51,9 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -
 
 # --- what they are
 
+VERDICTS = {"A": "host-bound", "B": "optimizer-bound", "C": "stalled", "D": "input-bound"}
+"""Letter → what each step but the healthy one loses its time to."""
+
 
 def _a() -> Loop:
     model, optimizer, loader = _trainer()

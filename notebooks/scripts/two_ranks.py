@@ -10,6 +10,8 @@ from workbench.data.samples import FashionMnist
 
 COMPUTE = 0.020
 """Seconds of a forward, EMULATED by sleeping, as if an accelerator computed: so ranks take no core from each other."""
+CAUSE = "uneven data"
+"""What goes wrong."""
 
 
 class Pictures(FashionMnist):

@@ -283,7 +283,7 @@ def test_beyond_malladis_domain() -> None:
     assert (found.rule, found.lr, found.betas, found.valid) == ("sqrt", 0.004, (0.9, 0.999), "outside")
     assert found.why.startswith("sqrt instead of adam")
     assert "kappa × (1 - beta) is 1.6 for beta 0.9" in found.notes[0]
-    with pytest.raises(ValueError, match=r"rule='adam' at 16 times the batch: .* they are 0\.9, 0\.999: below 10 times the batch it goes"):
+    with pytest.raises(ValueError, match=r"rule='adam' at 16 times the batch: .* they are 0\.9, 0\.999: below 10 times the batch it works"):
         scale_lr(1e-3, batch=32, to_batch=512, optimizer="adam", rule="adam", strict=True)
 
 

@@ -242,7 +242,7 @@ def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int
         if strict:
             raise ValueError(
                 f"rule='adam' at {number(ratio)} times the batch: kappa × (1 - beta) has to stay below 1 for each beta, "
-                f"and they are {ends}: below {number(_max_ratio(base))} times the batch it goes; try that, betas nearer to 1, "
+                f"and they are {ends}: below {number(_max_ratio(base))} times the batch it works; try that, betas nearer to 1, "
                 "or rule='sqrt'"
             )
         return "sqrt", "sqrt instead of adam, which is not defined here: the square root on the learning rate alone"
