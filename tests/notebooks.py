@@ -32,7 +32,7 @@ FORKED = ("02_", "03_", "04_", "05_", "06_", "07_", "09_", "11_", "12_", "15_", 
 (`workbench.runs.launch.environment.steady_malloc`): what they claim is not about how processes meet and end."""
 QUICK = {
     "02_": {"budget_s=30": "budget_s=15", "budget_s=20": "budget_s=10"},
-    "03_": {"budget_s=15": "budget_s=8", "budget_s=150": "budget_s=60"},
+    "03_": {"budget_s=15": "budget_s=8", "budget_s=160": "budget_s=60"},
     "04_": {"micro_batch=36": "micro_batch=34"},  # there are fewer ways to divide it
     "07_": {"[480, 960, 1920, 3840]": "[240, 480, 960, 1920]", "steps=960": "steps=480", "7_680": "3_840"},  # the same ratios
     "06_": {'"seeds\\": 2': '"seeds\\": 1'},
