@@ -279,6 +279,23 @@ def test_ranks_that_wait_for_each_other_are_told_apart_by_what_followed_before()
     assert said.rank == 0
 
 
+@pytest.mark.parametrize("other", [{"sizes": [[1]]}, {"dtype": "Long"}])
+def test_a_broadcast_on_one_rank_alone_is_not_that_of_the_others(other: dict[str, Any]) -> None:
+    """All ranks give a broadcast a tensor of the same size and type: DDP's of its buffers is not that of a best metric."""
+    usual = [row(n, ("all_reduce", "broadcast")[n % 2]) for n in range(400, 413)]
+    alone = [*usual, row(413, "broadcast", pending=True, **other)]
+    reports = {
+        0: report(0, call("broadcast"), last=413, done=False, collectives=alone),
+        1: report(1, call("broadcast"), last=413, done=False, collectives=[*usual, row(413, "broadcast", pending=True)]),
+    }
+
+    said = judge(reports, 2)
+
+    assert said
+    assert said.rank == 0
+    assert "which rank 1 has not called" in str(said)
+
+
 def test_without_a_recorder_the_stacks_say_who_waits() -> None:
     bare = {"collectives": [], "numbers": {}, "no_recorder": "torch 2.6 has none", "steps": 5}
     said = judge({0: report(0, call("all_reduce"), **bare), 1: report(1, at("time.sleep(9)"), **bare)}, 2)

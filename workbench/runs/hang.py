@@ -315,8 +315,9 @@ def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int
             awaited.add(other)
         else:
             same = next((row for row in report["collectives"] if row["group"] == group and row["number"] == called["number"]), None)
-            shapes = [row["sizes"] for row in (same, called) if row and "reduce" in row["op"] and row["sizes"]]  # all ranks give the same
-            if same is not None and (same["op"] != called["op"] or shapes[1:] not in ([], shapes[:1])):
+            alike = re.search("reduce|broadcast", called["op"])  # all ranks give the same
+            given = [(row["sizes"], row["dtype"]) for row in (same, called) if row and alike and row["sizes"]]
+            if same is not None and (same["op"] != called["op"] or given[1:] not in ([], given[:1])):
                 awaited.add(other)
     return awaited
 
@@ -333,7 +334,8 @@ def _unusual(report: Mapping[str, Any], called: Mapping[str, Any] | None) -> boo
     """Is this collective another than the one that followed the same predecessors before?"""
     if called is None or called["number"] is None:
         return False
-    keys = [(row["op"], row["sizes"]) for row in report["collectives"] if row["group"] == called["group"] and row["number"] is not None]
+    rows = [row for row in report["collectives"] if row["group"] == called["group"] and row["number"] is not None]
+    keys = [(row["op"], row["sizes"], row["dtype"]) for row in rows]
     usual = usual_follower(keys)
     return usual is not None and usual[0] != keys[-1]
 
