@@ -128,7 +128,7 @@ def main() -> None:
     columns = ("planted", "named", "of linear", "of the step", "residual", "no_sync by hand", "foreign cores")
     residual = f"; residual {units.percent(statistics.median(residuals))} in the median" if residuals else ""
     note = f"right: {right} of {planted}, healthy not blamed: {clean} of {healthy}{residual}; by hand: {hand} of {planted}"
-    print(Table(columns=columns, rows=rows, title="Why N are slower than one", note=note))
+    print(Table(columns=columns, rows=rows, title="Why N ranks are slower than N times one", note=note))
 
 
 if __name__ == "__main__":
