@@ -128,7 +128,7 @@ class ProposedPlan(BatchPlan):
 
     @property
     def word(self) -> str:
-        """Is the plan worth it, by its predicted gain? In a line."""
+        """Whether the plan is worth it, by its predicted gain, in a line."""
         if self.changes() == self.before.changes():
             return "Nothing to change: no other plan is predicted to be faster by more than throughput varies"
         gain = self.predicted

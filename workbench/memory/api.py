@@ -63,8 +63,8 @@ def estimate_memory(
 
     The step runs on fake tensors, which have a shape but no values, with the memory behaviour of a GPU. This takes a second or two for
     a small model, whatever its batch, and up to half a minute for one with 7 billion parameters. If the program reads a value that follows
-    from integers of the batch (lengths, masks, ignored labels; tensors of up to 4 million elements), it gets that value; for any other value
-    it gets 1, and a note says so.
+    from integers of the batch (lengths, masks, ignored labels; tensors of up to 4 million elements), it gets that value; for any other
+    value it gets 1, and a note says so.
 
     With `compile` and device="cpu", the step allocates and frees the buffers that TorchInductor plans for it. This takes some seconds more;
     no kernel is compiled. For a GPU the eager step is estimated, and a note says so.

@@ -66,12 +66,12 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Was nothing wrong?"""
+        """Whether nothing was wrong."""
         return not self.faults
 
     @property
     def looked(self) -> bool:
-        """Was there anything to look at?"""
+        """Whether there was anything to look at."""
         return bool(self.losses or self.ranks > 1 or self.faults)
 
     def brief(self) -> dict[str, Any]:

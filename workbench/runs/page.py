@@ -40,7 +40,7 @@ _FORMATS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run was, did and came to; `save` writes it as a page of HTML that stands alone."""
+    """A report of a run; `save` writes it as a self-contained HTML page."""
 
     run: Run
     flops_per_sample: float | None = None

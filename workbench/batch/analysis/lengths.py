@@ -152,7 +152,7 @@ class BatchLengths(JsonDataclass, display.Shown):
 
     @property
     def first_unsure(self) -> int | None:
-        """The first step, from 1, of whose batch it is not known whether it fits; None = there is none."""
+        """The first step, from 1, for whose batch it is not known whether it fits; None = there is none."""
         return next((step for step, length in enumerate(self.lengths, 1) if self.fits(length) is None), None)
 
     @property
@@ -161,7 +161,7 @@ class BatchLengths(JsonDataclass, display.Shown):
         return sum(self.fits(length) is False for length in self.lengths)
 
     def fits(self, length: int) -> bool | None:
-        """Does a micro-batch whose longest sample has this length fit? None = there was no time to find out."""
+        """Whether a micro-batch whose longest sample has this length fits; None = there was no time to find out."""
         return length <= self.fitting or (None if length <= self.unsure else False)
 
     def __getitem__(self, name: str) -> LengthPlan:
@@ -171,7 +171,7 @@ class BatchLengths(JsonDataclass, display.Shown):
         raise KeyError(f"no plan {name!r}: there are {', '.join(plan.name for plan in self.plans)}")
 
     def gain(self, name: str) -> float:
-        """How many times faster an epoch is than as it is.
+        """Speedup of an epoch over the batches as they are.
 
         Args:
             name: name of a plan in `plans`.
@@ -184,7 +184,7 @@ class BatchLengths(JsonDataclass, display.Shown):
         return max((plan for plan in self.plans if plan.fits), key=lambda plan: self.gain(plan.name), default=self["as it is"])
 
     def prove(self, which: str | None = None, *, budget_s: float = 60.0) -> LengthsProof:
-        """Train on batches made in another way and on those as they are, in turns, on one rank of this machine.
+        """Train alternately on batches made in another way and on those as they are, on one rank of this machine.
 
         The same samples are taken by both, up to WINDOW micro-batches from the start of the training; those that are too long for the
         device are left out of both. Predicted is the time of these very batches, and the memory that steps with the middle and with the

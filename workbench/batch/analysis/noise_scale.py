@@ -180,12 +180,12 @@ class NoiseScale(display.Shown, JsonDataclass):
 
     @property
     def interrupted(self) -> bool:
-        """Was the measurement ended by Ctrl-C?"""
+        """Whether Ctrl-C ended the measurement."""
         return any(note.startswith(INTERRUPTED) for note in self.notes)
 
     @property
     def enough(self) -> bool:
-        """Is the estimate precise enough, to about 10 %?"""
+        """Whether the estimate is precise enough, to about 10 %."""
         return self.exact or not self.steps_needed
 
     @property

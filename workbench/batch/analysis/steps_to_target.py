@@ -282,7 +282,7 @@ class StepsToTarget(display.Shown, JsonDataclass):
 
     @property
     def whole(self) -> bool:
-        """Were all trials run?"""
+        """Whether all trials were run."""
         return bool(self.trials) and len(self.trials) >= self.planned
 
     def marks(self, optimizer: str | None = None, rule: str | None = None) -> tuple[Mark, ...]:

@@ -316,7 +316,7 @@ class StepTime(display.Shown, JsonDataclass):
 
     @property
     def alignment(self) -> str | None:
-        """What products cost whose matrices do not suit tensor cores, in a sentence; None = less than 2 % of the step."""
+        """What matrix products cost whose sizes do not suit tensor cores, in a sentence; None = less than 2 % of the step."""
         odd = [one for one in self.operators if one.stride]
         padded = replace(self, operators=tuple(replace(one, stride=0) for one in self.operators))
         saved, whole = self.seconds.mid - padded.seconds.mid, self.seconds.mid

@@ -109,7 +109,7 @@ class SanityReport(JsonDataclass, display.Shown):
 
     @property
     def ok(self) -> bool:
-        """Has no check failed?"""
+        """Whether no check has failed."""
         return not self.failed
 
     @property

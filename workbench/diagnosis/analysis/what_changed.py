@@ -53,7 +53,7 @@ class RunDifference(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatChanged(display.Shown, JsonDataclass):
-    """Two runs, their differences, and the trainings that show which of these own a regression."""
+    """Two runs, their differences, and the trainings that show which of these cause a regression."""
 
     of: str
     """"time", "memory" or "loss"."""

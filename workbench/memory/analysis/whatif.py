@@ -166,7 +166,7 @@ class MemoryLadder(display.Shown):
 
     @property
     def fits(self) -> bool:
-        """Does the step fit at the end?"""
+        """Whether the step fits at the end."""
         return needed(self.end) <= self.capacity
 
     @property

@@ -194,7 +194,7 @@ class Plan(display.Shown):
 
     @property
     def tight(self) -> bool:
-        """Does the upper end of its memory not fit?"""
+        """Whether the upper end of its memory does not fit."""
         return self.needed.high > self.capacity
 
     @property
@@ -235,7 +235,7 @@ class Plan(display.Shown):
 
     @property
     def megatron(self) -> bool:
-        """Does it use ZeRO-1 as Megatron or another trainer has it, and a RunSpec does not?"""
+        """Whether it uses ZeRO-1 as Megatron or another trainer has it, and a RunSpec does not."""
         return self.sharing == "zero1" and self.data > 1 and not self.broadcasts
 
     def implied_efficiency(self, seconds: float) -> float:
@@ -258,7 +258,7 @@ class Plan(display.Shown):
 
     @property
     def not_built(self) -> str:
-        """Why `wb.launch` cannot run the layout, of which only others' trainers have everything; "" = it can."""
+        """Why `wb.launch` cannot run the layout, parts of which only other trainers have; "" = it can."""
         shared = f"layers that {self.sharing} shares" if self.sharing in ("zero2", "fsdp", "hsdp") and self.data > 1 else ""
         parts = "split layers" if self.tensor > 1 else shared
         return f"stages of {parts} are not built here" if self.pipeline > 1 and parts else ""
@@ -368,12 +368,12 @@ class Front:
     compute: float
     """Seconds of computing, of the middle."""
     tight: bool
-    """Does the upper end of its memory not fit?"""
+    """Whether the upper end of its memory does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans(Sequence[Plan], display.Shown):
-    """The short list; `plans[0]` has the most throughput to expect: its speed times the chance that its memory suffices."""
+    """The short list; `plans[0]` has the highest expected throughput: its speed times the probability that its memory suffices."""
 
     plans: tuple[Plan, ...]
     front: tuple[Front, ...]

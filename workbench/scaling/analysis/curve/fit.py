@@ -306,7 +306,7 @@ class CurveFit(display.Shown):
 
     @property
     def measured_noise(self) -> bool:
-        """Is the noise from repeats?"""
+        """Whether the noise was measured from repeats."""
         return self.noise_source == "repeats"
 
     def predict(self, n: int) -> CurveForecast:
