@@ -21,6 +21,7 @@ def planted(
     data: float = 0.0,
     longer_samples: float = 0.0,
     uneven: float = 0.0,
+    pauses: float = 0.0,
     reduction: float = 0.0,
     buckets: int = 2,
     waits: float = 0.0,
@@ -45,6 +46,7 @@ def planted(
         data: more loading on the last rank.
         longer_samples: more compute on the last rank, with its own batches.
         uneven: more compute in a third of the steps of each rank, by chance.
+        pauses: of the last rank, in one step in 25, by chance, if it loads.
         reduction: beyond the slowest rank.
         buckets: reductions per step.
         waits: for a core, beside other ranks.
@@ -65,6 +67,8 @@ def planted(
         base += (loading + (loaders if beside else 0.0) + (data if last else 0.0)) if fed else 0.0
         block = 1 + noise * chance.gauss(0, 1)
         late = [uneven if chance.random() < 1 / 3 else 0.0 for _ in range(STEPS)]
+        if pauses and last and fed:
+            late = [more + (pauses if chance.random() < 1 / 25 else 0.0) for more in late]
         return [(base + more) * block * (1 + noise * chance.gauss(0, 1)) for more in late]
 
     def add(arm: str, rows: list[list[float]], wait: float = 0.0) -> None:

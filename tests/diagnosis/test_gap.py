@@ -19,7 +19,7 @@ from torch import nn
 from tests.planted_gap import planted
 from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import UNEXPLAINED, Gap, gap_of
-from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail, expected_largest, seconds_of
+from workbench.diagnosis.analysis.gap_evidence import GapBlock, GapEvidence, Tail, expected_largest, ranks_with_rare_steps, seconds_of
 from workbench.diagnosis.analysis.gap_forecast import link_of, predict_gap
 from workbench.diagnosis.analysis.gap_remedies import remedies_for_gap
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
@@ -32,6 +32,7 @@ CAUSES = [
     ("uneven data", {"data": 0.006}),
     ("uneven data", {"longer_samples": 0.006}),
     ("uneven steps", {"uneven": 0.012}),
+    ("rare long steps", {"pauses": 0.4}),
     ("large gradients", {"reduction": 0.008, "buckets": 1}),
     ("many reductions", {"reduction": 0.008, "buckets": 60}),
     ("memory", {"sharing": 0.006}),
@@ -49,6 +50,23 @@ def test_a_planted_cause_is_named_and_the_parts_add_up(cause: str, what: dict[st
     assert gap.linear.mid + sum(part.seconds.mid for part in gap.parts) == pytest.approx(gap.step.mid)
     assert gap.residual <= (0.2 if cause == "uneven steps" else 0.1)  # its steps differ by half: a dozen rounds leave some chance
     assert gap[cause].low > 0
+
+
+def test_rare_long_steps_count_by_their_mean() -> None:
+    """A rank that paused for 0.5 s in one step of 25 was called close to linear: medians over rounds had left its pauses out."""
+    evidence = planted(rounds=12, pauses=0.5)
+    gap = gap_of(evidence)
+    assert gap["rare long steps"].mid == pytest.approx(0.5 / 25, rel=0.3)
+    assert 0.5 / 25 in gap["rare long steps"]
+    assert gap["rare long steps"].width > 0.01, "there are few"
+    assert abs(gap["slow rank"].mid) < 0.001
+    assert ranks_with_rare_steps(evidence) == [1]
+    assert "now and then on rank 1, " in next(remedy.what for remedy in remedies_for_gap(evidence, gap, None) if remedy.scope == "cause")
+    assert predict_gap(evidence, 8)["rare long steps"].mid > gap["rare long steps"].mid
+    assert "rare long steps" not in [part.cause for part in gap_of(planted()).parts]
+    often = gap_of(planted(rounds=12, uneven=0.06))  # in a third of the steps
+    assert often["rare long steps"].mid == 0
+    assert often.cause == "uneven steps"
 
 
 def test_a_smaller_micro_batch_counts_at_the_same_global_batch_alone() -> None:

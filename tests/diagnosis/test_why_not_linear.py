@@ -542,3 +542,16 @@ def test_real_ranks_one_of_which_is_slow(tmp_path: Path) -> None:
     assert proof.measured.mid > 1.3, "twice the samples in the same sleep"
     assert result.proofs == [proof]
     assert math.isfinite(result.residual)
+
+
+def test_too_few_rare_long_steps_to_tell() -> None:
+    """Close to linear, 156 % of it, was said of ranks that open a shard of 0.4 s now and then: by wb.launch it was 67 %."""
+    few = WhyNotLinear(evidence=planted(rounds=3, pauses=0.5), spec=None)
+    assert few.gap["rare long steps"].width > 0.2 * few.gap.step.mid
+    assert few.headline == "not clear"
+    assert few.in_doubt
+    assert "too few of them were seen" in few.why
+    assert "Find out what happens now and then on rank 1" in few.next
+    busy = WhyNotLinear(evidence=planted(rounds=3, pauses=0.5, foreign=1.5), spec=None)
+    assert busy.next == "Ask again with a larger budget_s, to see more of the rare long steps."
+    assert "linear" not in few.headline

@@ -18,7 +18,7 @@ COLORS = {
     "cores": PARTS["compute"],
     "memory": PARTS["transfer"],
     "loaders": PARTS["data_wait"],
-    **dict.fromkeys(("slow rank", "uneven data", "uneven steps"), PARTS["straggler"]),
+    **dict.fromkeys(("slow rank", "uneven data", "uneven steps", "rare long steps"), PARTS["straggler"]),
     **dict.fromkeys(("many reductions", "large gradients", "waits and reduction"), PARTS["communication"]),
     "other processes": IDLE,
     "epochs": PARTS["data_wait"],

@@ -19,6 +19,7 @@ CAUSES = {
     "slow rank": "one rank computes longer than the others",
     "uneven data": "one rank's data take longer than the others'",
     "uneven steps": "steps take longer now on one rank, now on another, and all ranks wait",
+    "rare long steps": "steps are several times as long now and then, and all ranks wait",
     "many reductions": "starting the reductions of gradients",
     "large gradients": "sending the bytes of the gradients",
     "waits and reduction": "ranks wait for each other in the backward and send gradients, which whole launches do not tell apart",
@@ -44,6 +45,9 @@ NAMED = 0.05
 part is the difference of several. With half, healthy trainings are blamed now and then; with twice, a tenth is lost unsaid."""
 SURE = 0.5
 """Fraction of NAMED that the lower end of a part's interval has to reach as well. Chosen: an interval of few rounds is itself not exact."""
+UNCLEAR = 0.2
+"""Width of the interval of rare long steps, as a fraction of the step, from which on nothing is called close to linear. Chosen: four times
+the share from which on a part is named."""
 DRAWS, LEVEL = 200, 0.9
 """Resamples of the rounds, and the probability that a part's interval holds. Chosen as for other intervals here."""
 
@@ -136,6 +140,15 @@ class Gap(JsonDataclass):
             return UNEXPLAINED
         return largest.cause if largest else ""
 
+    @property
+    def few_rare(self) -> str:
+        """That there are rare long steps, too few to say whether they make a large part of the gap, in words; "" = they are known."""
+        rare = self["rare long steps"]
+        if self.cause or rare.width <= UNCLEAR * self.step.mid:
+            return ""
+        span = f"{units.seconds(rare.low)} … {units.seconds(rare.high)}"
+        return f"Steps that are long now and then add {span} to the gap: too few of them were seen to tell"
+
     def without(self, causes: Collection[str]) -> "Gap":
         """What would be left if some parts were gone, all else as it is: predicted.
 
@@ -180,18 +193,21 @@ def gap_of(evidence: GapEvidence, same: str = "micro_batch") -> Gap:
     if not evidence.count:
         raise ValueError("no round of experiments is complete, so nothing can be said of the gap: give it a larger budget_s")
     figures = Rounds.of(evidence)
-    middle = _parts(evidence, figures.seconds(), same)
+    middle = _parts(evidence, figures.seconds(), same, rare=bool(figures.rare_count))
     drawn: dict[str, list[float]] = {name: [] for name in middle}
     chance, rounds = random.Random(0), evidence.count
     for _ in range(DRAWS if rounds > 1 else 0):
         picks = chance.choices(range(rounds), k=rounds)
-        for name, value in _parts(evidence, figures.seconds(picks), same).items():
+        for name, value in _parts(evidence, figures.seconds(picks), same, rare=bool(figures.rare_count)).items():
             drawn[name].append(value)
     whole = middle["linear" if evidence.world_size == 1 else "step"]
     intervals = {name: _interval(name, value, drawn[name], whole) for name, value in middle.items()}
     if evidence.script:
         intervals = {name: _of_launches(evidence, name, value, middle["step"]) for name, value in intervals.items()}
     intervals |= {name: _at_least_own(evidence, intervals[name]) for name in REDUCTION if name in intervals}
+    if rare := intervals.get("rare long steps"):  # rounds that happen to agree do not tell how often they come
+        half = COUNTED * abs(rare.mid) / math.sqrt(figures.rare_count)
+        intervals["rare long steps"] = Interval(low=min(rare.low, rare.mid - half), mid=rare.mid, high=max(rare.high, rare.mid + half))
     if evidence.world_size == 1:
         intervals["linear"] = _of_one_process(evidence, intervals["linear"])
     parts = tuple(GapPart(cause=name, seconds=intervals[name]) for name in (*CAUSES, UNEXPLAINED) if name in intervals)
@@ -221,6 +237,8 @@ def _at_least_own(e: GapEvidence, reduction: Interval) -> Interval:
     return Interval(low=min(reduction.low, left * reduction.mid), mid=reduction.mid, high=reduction.high)
 
 
+COUNTED = 1.64
+"""Half of the interval of a count over its square root, as of events that come by chance. Derived: the normal quantile at LEVEL."""
 ENDS = ("linear", "step")
 """What the parts lie between."""
 ONE_ROUND = 0.05
@@ -261,11 +279,11 @@ def _interval(name: str, mid: float, drawn: list[float], step: float) -> Interva
     return Interval(low=min(ordered[edge], mid), mid=mid, high=max(ordered[-1 - edge], mid))
 
 
-def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
-    """Seconds of each part, of the step and of the linear step: linear + parts = step, exactly."""
+def _parts(e: GapEvidence, s: ArmSeconds, same: str, *, rare: bool) -> dict[str, float]:
+    """Seconds of each part, of the step and of the linear step: linear + parts = step, exactly. `rare`: there are rare long steps."""
     parts: dict[str, float] = {}
     starts = _starts(e, s)
-    linear = s.one + s.one_waits + starts[0]
+    linear = s.one + s.one_waits + starts[0] + s.rare_alone
     cached = _known(s.one_cached, s.strangers_cached)
     if same == "global_batch" and e.large and _known(s.one_large):
         base = s.one_cached if _known(s.one_cached) else s.one
@@ -285,6 +303,8 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
     if cached:
         parts["loaders"] = (s.strangers - s.strangers_cached) - (s.one - s.one_cached)
     parts |= _uneven(s, cached)
+    if rare:
+        parts["rare long steps"] = s.rare - s.rare_alone
     if (reduction := _reduction(e, s)) is not None:
         parts |= reduction
         if e.disturbed:  # threads that reduce wait for cores as well, which nobody sees: what the fastest steps do not have is of others
@@ -294,7 +314,7 @@ def _parts(e: GapEvidence, s: ArmSeconds, same: str) -> dict[str, float]:
             parts["other processes"] += foreign
     if e.steps_per_pass:
         parts["epochs"] = starts[1] - starts[0]
-    step = s.together + s.waits + starts[1]
+    step = s.together + s.waits + starts[1] + s.rare
     if e.script:
         parts = _of_script(e, s, parts)
     rest = step - linear - sum(parts.values())

@@ -6,7 +6,8 @@ Each experiment is an arm, and arms take turns in rounds, so that neighbours in 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TypeVar
 
 from workbench.core.codec import JsonDataclass
@@ -32,6 +33,10 @@ FOREIGN = 0.1
 """Share of the cores taken by others from which on a part of the waits for a core is theirs. Chosen; it decides the name of a part."""
 MIN_FOREIGN = 0.1
 """Cores taken by other processes from which on a note says so. Chosen."""
+LONG, RARE = 3.0, 0.125
+"""Times the median step of its arm from which on a step is long, and the fraction of an arm's steps up to which such steps are rare.
+Chosen: of a block of 8 steps one may be long. Medians over rounds would leave rare ones out, or count them eightfold, so they are counted
+apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,11 @@ class GapBlock(JsonDataclass):
     def paces(self) -> list[float]:
         """Of each step: seconds of the slowest rank, without waiting for a core."""
         return [largest(row) for row in self._rows([self.busy(rank) for rank in range(len(self.steps))])]
+
+    @property
+    def known_paces(self) -> list[float]:
+        """Those that are known: without steps in which a pass began."""
+        return [pace for pace in self.paces if pace == pace]
 
     def _longest(self) -> list[float]:
         if not self.delays:
@@ -269,6 +279,9 @@ class ArmSeconds:
     start_together: float
     backward: float
     """What the backward of the slowest rank takes longer with the others than beside strangers; 0 where that is not known."""
+    rare_alone: float
+    rare: float
+    """What rare long steps add to the mean step: one rank alone, and the slowest of all in each step. No other figure has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +295,8 @@ class _Figures:
     low_pace: float
     low_joint: float
     backward: tuple[float, ...]
+    rare: tuple[float, int, int]
+    """Seconds that rare long steps take beyond the median one, the number of all steps, and that of these."""
 
 
 @dataclass(slots=True)
@@ -296,11 +311,20 @@ class Rounds:
     def of(cls, evidence: GapEvidence) -> "Rounds":
         """Of all blocks."""
 
-        def figures(block: GapBlock) -> _Figures:
+        def figures(whole: GapBlock, long: RareSteps) -> _Figures:
+            block = long.without(whole)
             lows = (lower_quartile(block.paces), lower_quartile(block.joint_steps))
-            return _Figures(block.means, block.pace, block.joint, block.waits, *lows, block.backward)
+            return _Figures(block.means, block.pace, block.joint, block.waits, *lows, block.backward, long.seconds(whole))
 
-        return cls(evidence, evidence.slowest, {arm: list(map(figures, evidence.rounds(arm))) for arm in ARMS})
+        arms = {arm: evidence.rounds(arm) for arm in ARMS}
+        return cls(
+            evidence, evidence.slowest, {arm: list(map(figures, blocks, repeat(RareSteps.of(blocks)))) for arm, blocks in arms.items()}
+        )
+
+    @property
+    def rare_count(self) -> int:
+        """How many rare long steps were seen."""
+        return sum(block.rare[2] for arm in ("one", "strangers", "all") for block in self.arms[arm])
 
     def seconds(self, picks: Sequence[int] | None = None) -> ArmSeconds:
         """The medians over rounds of each arm.
@@ -313,6 +337,11 @@ class Rounds:
 
         def of(arm: str, rank: int = one) -> float:
             return typical([block.means[rank] for block in chosen[arm]])
+
+        def rare(*arms: str) -> float:
+            blocks = [block for arm in arms for block in chosen[arm]]
+            steps = sum(block.rare[1] for block in blocks)
+            return math.fsum(block.rare[0] for block in blocks) / steps if steps else 0.0
 
         def waits(arm: str) -> float:
             return statistics.fmean(block.waits for block in chosen[arm]) if chosen[arm] else 0.0
@@ -341,7 +370,51 @@ class Rounds:
             start_alone=typical(_picked(e.starts_alone, picks)),
             start_together=typical(_picked(e.starts_together, picks)),
             backward=backward("all") - backward("strangers"),
+            rare_alone=rare("one"),
+            rare=rare("strangers", "all"),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RareSteps:
+    """Which steps of an arm are long and rare, by the seconds of the slowest rank without waits for a core."""
+
+    usual: float
+    """Seconds of the median step."""
+    limit: float
+    """Seconds from which on a step is one of them; inf = there are none."""
+
+    @classmethod
+    def of(cls, blocks: Sequence[GapBlock]) -> "RareSteps":
+        """Of the blocks of an arm."""
+        paces = [pace for block in blocks for pace in block.known_paces]
+        usual = statistics.median(paces) if paces else math.nan
+        long = sum(pace > LONG * usual for pace in paces)
+        return cls(usual, LONG * usual if 0 < long <= RARE * len(paces) else math.inf)
+
+    def without(self, block: GapBlock) -> GapBlock:
+        """The block with nan in place of these steps, on all ranks."""
+        if math.isinf(self.limit):
+            return block
+        long = [pace > self.limit for pace in block.paces]
+        steps = tuple(tuple(math.nan if gone else step for step, gone in zip(row, long, strict=False)) for row in block.steps)
+        return replace(block, steps=steps)
+
+    def seconds(self, block: GapBlock) -> tuple[float, int, int]:
+        """What these steps take beyond the usual one, how many steps the block has, and how many of them are these."""
+        paces = block.known_paces
+        beyond = [pace - self.usual for pace in paces if pace > self.limit]
+        return math.fsum(beyond), len(paces), len(beyond)
+
+
+def ranks_with_rare_steps(evidence: GapEvidence) -> list[int]:
+    """The ranks that have rare long steps while none waits for another; all of them where it is not known."""
+    blocks = evidence.rounds("strangers") or evidence.rounds("all")
+    found = []
+    for rank in range(evidence.world_size):
+        own = [replace(block, steps=(block.steps[rank],), delays=block.delays[rank : rank + 1]) for block in blocks if block.steps[rank]]
+        found += [rank] if math.isfinite(RareSteps.of(own).limit) else []
+    return found or list(range(evidence.world_size))
 
 
 def lower_quartile(values: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.core import units
 from workbench.diagnosis.analysis.gap import NAMED, Gap
-from workbench.diagnosis.analysis.gap_evidence import GapEvidence, seconds_of
+from workbench.diagnosis.analysis.gap_evidence import GapEvidence, ranks_with_rare_steps, seconds_of
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Remedy, sort_key
 from workbench.runs.spec import AUTO, RunSpec, ScriptSpec, Spec
 
@@ -35,6 +35,7 @@ def _all(e: GapEvidence, gap: Gap, given: Spec | None) -> Iterator[Remedy]:
     yield from _memory(gap)
     yield from _loaders(e, gap, spec)
     yield from _slow(e, gap, spec)
+    yield from _rare(e, gap)
     yield from _accumulate(e, gap, spec)
     yield from _buckets(e, gap, given)
     yield from _compression(e, gap, spec)
@@ -184,6 +185,21 @@ def _slow(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
                 {},
                 f"Rank {e.slowest} has longer samples: share them out by length instead of by number.",
             )
+
+
+def _rare(e: GapEvidence, gap: Gap) -> Iterator[Remedy]:
+    if gap.share("rare long steps") < NAMED:
+        return
+    ranks = ranks_with_rare_steps(e)
+    where = "all ranks" if len(ranks) == e.world_size else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    yield _removing(
+        gap,
+        ("rare long steps",),
+        "no rare long steps",
+        {},
+        f"Find out what happens now and then on {where}, such as opening a file, an evaluation, a checkpoint or garbage collection: "
+        "wb.diagnose names the line. Do it less often, on all ranks at once, or beside the training (workers, a thread).",
+    )
 
 
 def _accumulate(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:

@@ -99,14 +99,14 @@ class WhyNotLinear(JsonDataclass):
         """The cause, preceded by other processes if they take more; without a cause: those, close to linear, or no single cause."""
         if self.cause:
             return f"{DISTURBED}, and {self.cause}" if self.gap[OTHERS].mid > self.gap[self.cause].mid else self.cause
-        if self.efficiency > CLOSE:
-            return "close to linear"
+        if self.efficiency > CLOSE or self.gap.few_rare:
+            return "not clear" if self.gap.few_rare else "close to linear"
         return DISTURBED if self.gap[OTHERS].mid > self.gap.seconds / 2 else "no single cause"
 
     @property
     def in_doubt(self) -> bool:
-        """Whether scaling is not close to linear, and no part of the gap is certain."""
-        return not self.cause and self.efficiency <= CLOSE
+        """Whether scaling is not known to be close to linear, and no part of the gap is certain."""
+        return not self.cause and (self.efficiency <= CLOSE or bool(self.gap.few_rare))
 
     @property
     def efficiency(self) -> float:
@@ -154,7 +154,8 @@ class WhyNotLinear(JsonDataclass):
             taken = f"{units.rate(lost, self.unit)} of the {units.rate(whole, self.unit)} lost"
             return f"{head} {DISTURBED.capitalize()} take {taken}; that is no property of the training."
         if not self.cause:
-            return f"{head} {'Scaling is close to linear' if gap.efficiency > CLOSE else 'No part of the gap stands out'}."
+            close = "Scaling is close to linear" if gap.efficiency > CLOSE else "No part of the gap stands out"
+            return f"{head} {gap.few_rare or close}."
         if self.cause == UNEXPLAINED:
             return f"{head} No experiment accounts for most of the gap ({units.seconds(gap[UNEXPLAINED].mid)} per step)."
         parts = "; ".join(gap.named_in_words[:3])
@@ -191,7 +192,8 @@ class WhyNotLinear(JsonDataclass):
         if self.in_doubt and (self.evidence.disturbed or not self.remedies):
             if self.headline == DISTURBED:
                 return "Ask again on a machine that does nothing else."
-            return "Ask again with a larger budget_s, on a machine that does nothing else: no part of the gap is beyond doubt."
+            quiet = "on a machine that does nothing else: no part of the gap is beyond doubt"
+            return f"Ask again with a larger budget_s, {'to see more of the rare long steps' if self.gap.few_rare else quiet}."
         if not self.remedies:
             return "There is no remedy here whose gain could be predicted." if self.cause else "Nothing: more ranks pay off here."
         best = self.remedies[0]
