@@ -69,6 +69,18 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, 2)
 
 
+class Halved(nn.Module):
+    """A layer in bf16 and a norm in fp32, as weights that were loaded with dtype=torch.bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH, affine=False, momentum=0.0), nn.Linear(WIDTH, 2).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(self.norm(x).bfloat16()).float()
+        return logits
+
+
 def classify(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -115,6 +127,8 @@ outlier = functools.partial(planted, 80.0, model=linear, loss=squares, optimizer
 label_storm = functools.partial(planted, storm=True)
 rate = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.02)")
 momentum = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.02, momentum=0.5)")
+halved = functools.partial(planted, model=Halved, loss=squares, optimizer="sgd(lr=0.02)")
+halved_outlier = functools.partial(planted, 80.0, model=Halved, loss=squares, optimizer="sgd(lr=0.01)")
 duplicated = functools.partial(planted, batch="duplicated")
 shifted = functools.partial(planted, batch="shifted")
 scaled = functools.partial(planted, stretch=1000.0, model=linear, loss=squares, optimizer="sgd(lr=0.01)")
@@ -180,6 +194,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "scaled": ({"checkpoint_every": 4, "steps": 14}, "data"),
     "rate": (WARM, "learning rate"),
     "momentum": (WARM, "learning rate"),
+    "halved": (WARM, "learning rate"),
+    "halved_outlier": ({}, "data"),
     "overflow": ({"seed": 3}, "numerics"),
 }
 

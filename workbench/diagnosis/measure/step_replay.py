@@ -209,6 +209,7 @@ class Replayer:
         self.begin(window[0])
         trainer, precision = self.trainer, self.trainer.precision
         double = higher and self.spec.precision == "fp32"
+        dtypes = {name: value.dtype for name, value in (*trainer.module.named_parameters(), *trainer.module.named_buffers())}
         loss, norm, after, done, factor = math.nan, math.nan, math.nan, True, 1.0
         try:
             if higher:
@@ -233,7 +234,8 @@ class Replayer:
             trainer.precision = precision
             trainer.optimizer.zero_grad()
             if double:
-                trainer.module.float()
+                for name, value in (*trainer.module.named_parameters(), *trainer.module.named_buffers()):
+                    value.data = value.data.to(dtypes[name])
         skipped = not done and factor > 1.0  # at a scale of 1 the gradients themselves overflow
         return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after), skipped=skipped)
 
