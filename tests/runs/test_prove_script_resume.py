@@ -557,7 +557,7 @@ def test_a_name_that_a_script_may_compose_is_not_refused(tmp_path: Path, text: s
     prove_script_resume.check_named(tmp_path / "train.py", args, result)
 
 
-PARTS = {"weights": "w", "samples": "s", "random": "r", "optimizer": "o", "gradients": "g"}
+PARTS = {"weights": "w", "samples": "s", "random": "r", "optimizer": "o", "modules": "m", "gradients": "g"}
 STEPS = [{part: f"{letter}{step}" for part, letter in PARTS.items()} | {"schedule": f"l{step // 2}"} for step in range(6)]
 """What the steps of an undisturbed script depend on, each with its own digest; the learning rate changes every second step."""
 RNG = "first the random numbers (RNG of torch)"
@@ -569,7 +569,7 @@ RNG = "first the random numbers (RNG of torch)"
         ([STEPS[2] | {"random": "r0", "gradients": "x"}], f"{RNG}: different in step 3, the first after the resume (as at the start); "),
         (
             [STEPS[2] | {"random": "r0", "gradients": "x"}],
-            "; different there too, perhaps as a consequence: the gradients. Equal there: the weights, the ",
+            "; different there too, perhaps as a consequence: the gradients. Equal there: the weights that the step updates, the ",
         ),
         (
             [STEPS[2] | {"samples": "s0", "random": "x", "gradients": "x"}],
@@ -583,10 +583,19 @@ RNG = "first the random numbers (RNG of torch)"
         ),
         (
             [STEPS[2] | {"gradients": "x"}],
-            "first the gradients (another generator, the gradient scaler, what another rank draws or reads, the order of a reduction): "
-            "different in",
+            "first the gradients (an attribute or a count that no checkpoint has, another generator, the gradient scaler; with several "
+            "ranks also what another draws or reads, or the order of a reduction): different in",
         ),
-        ([STEPS[2] | {"weights": "x"}], "first the weights: different in step 1"),
+        ([STEPS[2] | {"weights": "x"}], "first the weights that the step updates: different in step 1"),
+        (
+            [STEPS[2] | {"modules": "x", "gradients": "x"}],
+            "first other weights or buffers (of another optimizer or module, frozen ones, of BatchNorm): different in step 3, the",
+        ),
+        (
+            STEPS[2:5],
+            ". Its steps are right, but not their number: from the same weights on, the resumed script took 3 optimizer steps, and the "
+            "undisturbed one 4. See at which step it continues, and where it",
+        ),
         ([STEPS[2] | {"others": "not seeded", "samples": "x"}], "first the samples (sampler, position in the data): different in step 3"),
         (STEPS[2:], ""),
         ([], ""),
@@ -617,9 +626,12 @@ def test_where_all_steps_after_a_kill_are_equal_none_of_what_they_use_is_blamed(
     proof = wb.ScriptResumeProof(entries=30, differing=entries, **given)
     assert proof.verdict.startswith(
         "Not exact: 4 of 30 entries of the result differ after 1 kill: scaler.growth (3 and 0), m.running_mean (3 and 0), x.0 (3 and 0) …. "
-        "But the 4 steps after the resume that were compared are equal in the weights, the samples, the random numbers, "
+        "But the 4 steps after the resume that were compared are equal in the weights that the step updates, the samples, the "
+        "random numbers, "
     )
-    assert "a gradient scaler, averaged weights (EMA), buffers" in proof.verdict
+    assert "so its checkpoint lacks what they did not use, or only the result has: a gradient scaler, averaged weights (EMA), a count" in (
+        proof.verdict
+    )
     unread = wb.ScriptResumeProof(entries=1, differing=entries[:1], as_bytes=True, **given)
     assert unread.verdict.startswith("Not compared: after 1 kill the bytes of the result differ, and it is no file of torch.save or")
     assert "the 4 steps after the resume that were compared are equal in the weights" in unread.verdict

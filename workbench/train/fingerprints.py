@@ -10,7 +10,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,9 +152,14 @@ class Fingerprints:
 def follow_script(folder: Path) -> None:
     """Write for each optimizer step of a script what it depends on; the samples are the first inputs of a module since the last step."""
     writer, row = run_directory.LineWriter(folder / "rank0-1.jsonl"), dict[str, str]()
+    called = dict[int, torch.nn.Module]()  # since the last step
 
     def forward(module: torch.nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and not row and module.training and tensors_of(args):
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() and id(module) not in called:  # evaluations may come at other moments after a resume
+            called.update((id(part), part) for part in module.modules())
+        if not row and module.training and tensors_of(args):
             with contextlib.suppress(Exception):  # of a tensor without a digest: the script is to go on
                 state = random_state(tensors_of(args)[0].device)
                 row.update(samples=digest(_sampled(args)), others=digest([state.pop("numpy"), state.pop("python")]), random=digest(state))
@@ -165,11 +170,21 @@ def follow_script(folder: Path) -> None:
         parts = {"weights": weights, "gradients": [weight.grad for weight in weights], "schedule": options}
         parts["optimizer"] = [dict(optimizer.state.get(weight, {})) for weight in weights]
         with contextlib.suppress(Exception):
+            parts["modules"] = sorted(digest(_sampled(tensor)) for tensor in _saved(called.values(), but=weights))
             writer.write([row | {name: digest(_sampled(value)) for name, value in parts.items()}])
         row.clear()
+        called.clear()
 
     torch.nn.modules.module.register_module_forward_pre_hook(forward)
     register_optimizer_step_pre_hook(step)
+
+
+def _saved(modules: Iterable[torch.nn.Module], *, but: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The parameters and buffers of modules that a state_dict has, without those of their submodules, and but for some."""
+    left_out = set(map(id, but))
+    for module in modules:
+        buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
+        yield from (value for value in (*module._parameters.values(), *buffers) if value is not None and id(value) not in left_out)
 
 
 def _sampled(value: Any) -> Any:

@@ -10,12 +10,13 @@ import contextlib
 import ctypes
 import os
 import random
+import re
 import select
 import signal
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from workbench.core import run_directory
@@ -31,6 +32,10 @@ _MOST = 1 << 28
 
 AT_ONCE = 0.05
 """Seconds after it was seen to be closed within which a file is renamed too soon to be cut, unless who renames it is held."""
+NAMED = 8
+"""Files that a message names at most."""
+_NUMBER = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w{8}")
+"""In the name of a file what differs from save to save."""
 
 
 class ClosedFiles:
@@ -185,3 +190,17 @@ def _state_of(pid: int) -> str:
         return state_of(pid)
     except OSError:
         return "X"
+
+
+def not_cut(files: Sequence[str]) -> str:
+    """Which saves no kill could cut, and why."""
+    return (
+        f"no kill came while {', '.join(files[:NAMED])} was written: another program renames it as soon as it is written. Only a rank, and "
+        "what it starts by fork or multiprocessing, can be stopped before that: let one of these rename it, or leave during_save out"
+    )
+
+
+def never_cut(uncut: Collection[str], writing: Collection[str]) -> tuple[str, ...]:
+    """Those of the files that no kill has met, nor one of the same name but for numbers; one of each such name."""
+    met = {_NUMBER.sub("", name) for name in writing}
+    return tuple({_NUMBER.sub("", name): name for name in sorted(uncut) if _NUMBER.sub("", name) not in met}.values())

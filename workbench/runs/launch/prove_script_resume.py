@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from workbench.core.display import table as display
 from workbench.core.progress import left_by
 from workbench.core.run_directory import FINGERPRINTS, OUT, LineTail
 from workbench.core.units import seconds, several
-from workbench.runs.launch.cut_saves import hold_renames
+from workbench.runs.launch.cut_saves import hold_renames, never_cut, not_cut
 from workbench.runs.launch.kill_script import LATEST, Due, Watched, is_log, kill_steps, watch
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
@@ -34,20 +34,20 @@ WHOLE = (
 )
 """What to do about a save that a kill can cut in two."""
 ITEMS = {
-    "weights": "the weights",
+    "weights": "the weights that the step updates",
     "samples": "the samples (sampler, position in the data)",
     "random": "the random numbers (RNG of torch)",
     "others": "the random numbers of numpy or Python (RNG)",
     "optimizer": "the optimizer's state",
     "schedule": "the learning rate (schedule, or another option of the optimizer)",
-    "gradients": "the gradients (another generator, the gradient scaler, what another rank draws or reads, the order of a reduction)",
+    "modules": "other weights or buffers (of another optimizer or module, frozen ones, of BatchNorm)",
+    "gradients": "the gradients (an attribute or a count that no checkpoint has, another generator, the gradient scaler; with several "
+    "ranks also what another draws or reads, or the order of a reduction)",
 }
 """What an optimizer step depends on, as `follow_script` records it: what differs may follow from what comes before it."""
 _SAVED = ("samples", "random", "others", "optimizer", "schedule")
 """Items that a checkpoint saves beside the weights."""
 _SHORT = {item: words.partition(" (")[0] for item, words in ITEMS.items()}
-_NUMBER = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w{8}")
-"""In the name of a file what differs from save to save."""
 _MOMENT = ("epoch", "global_step", "step", "iteration")
 """Entries that say after how much training a result was saved."""
 
@@ -89,7 +89,8 @@ class ScriptResumeProof(Briefed, display.Shown):
     failed: str = ""
     """The error of the launch after the last kill, which failed by itself; "" = it ran to its end. Then nothing was compared."""
     first: str = ""
-    """What differs in the first optimizer step after a kill that differs, with what is equal there; "" = none differs, or none was seen."""
+    """What differs in the first optimizer step after a kill that differs, with what is equal there, or else in their number; "" = nothing
+    does, or none was seen."""
     equal_steps: int = 0
     """Optimizer steps after a kill that are the undisturbed script's in all that is recorded of them, before the first that differs."""
     as_bytes: bool = False
@@ -155,13 +156,13 @@ class ScriptResumeProof(Briefed, display.Shown):
             if not self.kills:
                 left = "the script ended before it could be killed"
             took = f"the undisturbed script took {several(self.steps, 'step')}, and the last launch {several(self.last_steps, 'step')}"
-            todo = f"and {_not_cut(self.uncut)}" if self.uncut else "let the script train longer, or write its first checkpoint earlier"
+            todo = f"and {not_cut(self.uncut)}" if self.uncut else "let the script train longer, or write its first checkpoint earlier"
             return f"Not proved: {left}{self._when(f'{took}, as measured')}, so an equal result says too little of a resume: {todo}"
         if not self.differing:
             every = "the only entry of the result is" if self.entries == 1 else f"all {self.entries:,} entries of the result are"
             equal = f"{after} {every} bit for bit as in the undisturbed script"
             if self.uncut:
-                return f"Not proved: {equal}{self._when()}, but {_not_cut(self.uncut)}"
+                return f"Not proved: {equal}{self._when()}, but {not_cut(self.uncut)}"
             if not self.exact:
                 known = f"{'only one' if self.steps else 'no'} optimizer step of torch was measured in the undisturbed script"
                 return (
@@ -197,7 +198,7 @@ class ScriptResumeProof(Briefed, display.Shown):
             names = ", ".join(f"{entry.name} ({entry.difference})" for entry in sorted(self.differing, key=_telling)[:3])
             lacks = (
                 f": {names}{' …' * (len(self.differing) > 3)}. But {seen}, so its checkpoint lacks what they did not use, or only the "
-                "result has: a gradient scaler, averaged weights (EMA), buffers such as those of BatchNorm, a count"
+                "result has: a gradient scaler, averaged weights (EMA), a count"
             )
         return (
             f"Not exact: {many} {after}{lacks}. Without a kill the script writes the same twice"
@@ -342,7 +343,7 @@ def prove_script_resume(
                 attempts.clear()
         if not done and not at:
             todo = f"let it train longer, or write checkpoints more often into {OUT}"
-            todo = _not_cut(uncut) if (uncut := _never_cut(watched.uncut, ())) else todo
+            todo = not_cut(uncut) if (uncut := never_cut(watched.uncut, ())) else todo
             raise LaunchError(f"{script} ended before it could be killed, each time: {todo}")
         again = tried < len(tries) and not (last and last.error)
         if again and (len(done) < kills or sum(steps) >= total):  # the kills came too late
@@ -370,7 +371,7 @@ def prove_script_resume(
         last_steps=last.progress[0],
         asked=kills,
         writing=tuple(writing),
-        uncut=_never_cut(watched.uncut, writing),
+        uncut=never_cut(watched.uncut, writing),
         failed=failed,
         first=first,
         equal_steps=equal,
@@ -379,20 +380,6 @@ def prove_script_resume(
         undisturbed=str(folder / "undisturbed"),
         interrupted=str(folder / "interrupted"),
     )
-
-
-def _not_cut(files: Sequence[str]) -> str:
-    """Which saves no kill could cut, and why."""
-    return (
-        f"no kill came while {', '.join(files[:SHOWN])} was written: another program renames it as soon as it is written. Only a rank, and "
-        "what it starts by fork or multiprocessing, can be stopped before that: let one of these rename it, or leave during_save out"
-    )
-
-
-def _never_cut(uncut: Collection[str], writing: Collection[str]) -> tuple[str, ...]:
-    """Those of the files that no kill has met, nor one of the same name but for numbers; one of each such name."""
-    met = {_NUMBER.sub("", name) for name in writing}
-    return tuple({_NUMBER.sub("", name): name for name in sorted(uncut) if _NUMBER.sub("", name) not in met}.values())
 
 
 def _so_far(writes: int, steps: int, lacks: str) -> str:
@@ -490,7 +477,14 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> tuple[str,
                 where = f"different in step {begin + passed + 1}, {when}{how}{more}. Equal there: {others}"
                 return f", first {ITEMS[parted[0]]}: {where}", equal
             equal += 1
-    return "", equal
+    number = ""
+    if resumed and resumed[-1] and len(resumed[-1]) != (left := len(expected) - places.get(resumed[-1][0]["weights"], 0)):
+        number = (
+            f". Its steps are right, but not their number: from the same weights on, the resumed script took "
+            f"{several(len(resumed[-1]), 'optimizer step')}, and the undisturbed one {left:,}. See at which step it continues, and "
+            "where it ends; a gradient scaler that is not restored skips other steps, too"
+        )
+    return number, equal
 
 
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
