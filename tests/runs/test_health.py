@@ -149,6 +149,16 @@ def test_among_losses_below_0_a_single_huge_one_is_found(level: float, size: flo
     assert [fault.step for fault in jumps_at_once(losses)] == ([12] if size > 100 else [])
 
 
+def test_losses_around_0_that_begin_near_0_do_not_explode() -> None:
+    """As those of a policy gradient; where they really explode and stay there, they jump."""
+    r = random.Random(0)
+    first = [0.0027, -0.19, 0.13, -0.32, 0.16, 0.41, 0.29]
+    losses = [*enumerate(first, 1), *((i, r.gauss(0, 0.2)) for i in range(8, 300))]
+    assert explodes_at_once(losses) + jumps_at_once(losses) == []
+    (fault,) = explodes_at_once(grown := [(step, loss if step < 12 else 200 + loss) for step, loss in losses]) or jumps_at_once(grown)
+    assert fault.step == 12
+
+
 def test_losses_that_do_not_vary_jump_where_they_are_far_above_the_largest_before() -> None:
     hinge = [(i + 1, max(0.0, random.Random(i).gauss(0, 1) - 1.5)) for i in range(400)]  # 0 in most steps
     largest = max(loss for _, loss in hinge)

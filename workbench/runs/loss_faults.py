@@ -157,6 +157,8 @@ def spikes(losses: Sequence[tuple[int, float]], most: int = 3, surely: bool = Tr
 def explodes_at_once(losses: Sequence[tuple[int, float]]) -> list[Fault]:
     """A loss that is far higher within the first `LEAST` steps, and stays there; `spikes` knows too few losses then."""
     values = [loss if math.isfinite(loss) else math.nan for _, loss in losses]
+    if any(loss <= 0 for loss in values[: 2 * LEAST]):
+        return []  # `jumps_at_once` knows these
     for place in range(1, min(LEAST, len(values) - 2)):
         before, after = max(values[:place]), median(values[place : place + 5])
         if not (before > 0 and AT_ONCE * before < after < math.inf):
