@@ -20,7 +20,7 @@ from workbench.diagnosis.analysis.evidence import Evidence, Loading
 from workbench.diagnosis.analysis.model_errors import MODEL_ERRORS
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy, surest_first
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 
 SPEC = RunSpec(task="clipart-mlp")
 
@@ -620,7 +620,15 @@ def test_on_a_busy_machine_no_remedy_is_recommended_whose_gain_is_within_the_noi
             assert d.next.endswith("Diagnose again when the machine is quieter.")
             assert first.what not in d.next
         d.remedies = (weak, larger)
-        assert "A sure gain, whatever the cause: micro_batch=64, 1.29× (1.05× … 1.58×). Diagnose again" in d.next
+        assert "Whatever the cause, this gain is beyond the noise: micro_batch=64, 1.29× (1.05× … 1.58×). Diagnose again" in d.next
+        assert d.remedy() is larger, "100 s went into a proof of the other one"
+        assert d.choice == f"What {weak.name} gains is within the noise. Tried instead: micro_batch=64."
+
+
+def test_a_command_for_a_script_keeps_its_arguments() -> None:
+    spec = ScriptSpec(script="train.py", args=["--lr", "0.1"])
+    evidence = dataclasses.replace(World(cpu=0.03).evidence(), observed=True, threads=1, noise=Noise(cores=2.0))
+    assert "`workbench diagnose train.py --set threads=2 -- --lr 0.1` changes it" in Diagnosis.of(evidence, spec=spec).caption
 
 
 def test_what_surely_gains_comes_first_on_a_busy_machine() -> None:

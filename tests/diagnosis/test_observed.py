@@ -60,7 +60,7 @@ def test_a_healthy_run(by_hand: Make, cores: float, monkeypatch: pytest.MonkeyPa
     )
     script = dataclasses.replace(d, spec=ScriptSpec(script="train.py"))
     assert "• started with 1 thread per operator" in script.caption
-    assert f"all cores): workbench diagnose train.py --set {threads}, or workbench launch, changes it" in script.caption
+    assert f"all cores): `workbench diagnose train.py --set {threads}` changes it" in script.caption
     assert "thread" not in d.caption, "a timeline does not know them"
     assert "sources" not in str(d)  # there is one
     assert "agree within" not in d.caption

@@ -1,8 +1,11 @@
 """What a step reaches, found without being given."""
 
 import functools
+import sys
+import types
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -40,6 +43,18 @@ def test_globals_of_the_functions_that_it_calls() -> None:
     assert found.models == [MODEL]
     assert found.optimizers == [OPTIMIZER]
     assert LOSS in found.modules
+
+
+def test_what_a_step_reads_of_a_module_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import parts`, and a step that calls parts.model: its parameters were counted as 0 B, and nothing was put back."""
+    package, parts = types.ModuleType("my_package"), types.ModuleType("my_package.parts")
+    package.parts, parts.model, parts.other = parts, nn.Linear(1, 1), nn.Linear(1, 2)  # type: ignore[attr-defined]
+    for module in (package, parts):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    space: dict[str, Any] = {"my_package": package, "parts": parts, "torch": torch, "__name__": "my_script"}
+    exec("def step(batch): parts.model(batch); torch.zeros(1)\ndef far(batch): my_package.parts.model(batch)", space)
+    for step in (space["step"], space["far"]):
+        assert discover(step).models == [parts.model]  # type: ignore[attr-defined]
 
 
 def test_a_closure_a_default_a_partial() -> None:

@@ -194,10 +194,17 @@ def _behind_function(function: types.FunctionType, state: ReachableState) -> Ite
         state.cells.append(cell)
         yield value
     for code in _codes(function.__code__):
+        loaded: Any = None  # a module of the user's whose attributes may be read next
         for instruction in dis.get_instructions(code):
             name = instruction.argval
+            if isinstance(loaded, types.ModuleType) and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and _is_users(loaded.__name__):
+                loaded = vars(loaded).get(name)
+                yield loaded
+                continue
+            loaded = None
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
-                yield function.__globals__[name]
+                loaded = function.__globals__[name]
+                yield loaded
             elif instruction.opname == "STORE_GLOBAL" and name in function.__globals__:
                 state.names.append((function.__globals__, name))
 

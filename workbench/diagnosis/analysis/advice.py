@@ -37,7 +37,7 @@ ONCE = (
 )
 """Where the loader was a generator."""
 QUIETER = "Diagnose again when the machine is quieter."
-MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT} Of a Trainer: docs, {TRAINER_PAGE}."
+MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by experiment: {EXPERIMENT}"
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
     "not enough was tried": "Diagnose again with a larger budget_s.",
@@ -86,6 +86,18 @@ def busy_words(e: Evidence) -> list[str]:
 def busy_notes(e: Evidence) -> list[str]:
     """The notes of a run on what other processes took."""
     return [note for note in e.notes if note.startswith(BUSY) or OTHERS in note]
+
+
+def diagnose_command(spec: ScriptSpec, *options: str, threads: int) -> str:
+    """A shell's command that diagnoses a script, launched as it was but for the number of threads.
+
+    >>> diagnose_command(ScriptSpec(script="train.py", args=["--lr", "0.1"]), threads=2)
+    'workbench diagnose train.py --set threads=2 -- --lr 0.1'
+    """
+    words = ["workbench", "diagnose", near(spec.script), *options]
+    words += ["--nproc-per-node", str(spec.nproc_per_node)] if spec.nproc_per_node > 1 else []
+    words += ["--set", f"threads={threads}"] if threads > 1 else []
+    return shlex.join([*words, *(["--", *spec.args] if spec.args else [])])
 
 
 def void_notes(e: Evidence) -> list[str]:
@@ -159,7 +171,7 @@ class Advice:
         busy = f" Beside other processes fewer are often faster: torch.set_num_threads({e.threads}) keeps them." if busy_words(e) else ""
         return (
             f"Without the workbench, your script uses {alone} threads per operator, unless it sets them; here it ran with {here}.{busy} "
-            f"`workbench diagnose {shlex.quote(near(self.spec.script))} --set threads={alone}` shows its step with {alone}."
+            f"`{diagnose_command(self.spec, threads=alone)}` shows its step with {alone}."
         )
 
     @property
@@ -183,7 +195,7 @@ class Advice:
             once = self.evidence.loading is not None and self.evidence.loading.kind == "once"
             usual = TO_LEARN_MORE.get(self.judgement.cause, ONCE if once else f"{QUIETER} {self._larger_budget}".strip())
             enough = self._larger_budget if self.judgement.cause == "not enough was tried" else ""
-            return (MORE_STEPS if unsure else enough or usual) + self._not_recommended
+            return (self._more_steps if unsure else enough or usual) + self._not_recommended
         if not self.remedies:
             return self._without_remedies
         first = surer_remedy(self.remedies)
@@ -228,12 +240,24 @@ class Advice:
         e = self.evidence
         return f"Diagnose again with budget_s={e.enough}: {e.shortage}." if e.enough else ""
 
+    @property
+    def _more_steps(self) -> str:
+        """What to do where too little was observed."""
+        return MORE_STEPS + f" Of a Trainer: docs, {TRAINER_PAGE}." * (self.evidence.places.get("framework") in SETTINGS_OF)
+
+    @property
+    def sure_gain(self) -> Remedy | None:
+        """Where the gain of the best remedy is within the noise: the one with the largest gain beyond it; None = there is none."""
+        if self.judgement.verdict == "inconclusive" or not self.remedies or not self._within_noise(self.remedies[0]):
+            return None
+        crowded = is_crowded(self.evidence)
+        return max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
+
     def _when_quiet(self, best: Remedy) -> str:
         """What to do where the gain of the best remedy is within the noise of a busy machine."""
-        crowded = is_crowded(self.evidence)
-        sure = max((other for other in self.remedies if surely_gains(other, crowded)), key=gain_of, default=None)
-        also = f" A sure gain, whatever the cause: {sure.name}, {sure.gain}." if sure else ""
-        again = MORE_STEPS if self.evidence.observed else f"{QUIETER} {self._larger_budget}".strip()
+        sure = self.sure_gain
+        also = f" Whatever the cause, this gain is beyond the noise: {sure.name}, {sure.gain}." if sure else ""
+        again = self._more_steps if self.evidence.observed else f"{QUIETER} {self._larger_budget}".strip()
         if misfit := self._misfit(best):
             return f"What {best.name} gains is not known, predicted are {best.gain}: {misfit}.{also} {again}"
         tries = f" prove({best.name!r}) tries it now." if best.provable and not self.evidence.observed else ""

@@ -13,13 +13,12 @@ from workbench.core import late, units
 from workbench.core.brief import fitted, number, short, three
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
-from workbench.core.package import near
 from workbench.core.statistics import ONE_PAIR
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
-from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_notes, busy_words, loader_misfit, void_notes
+from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_notes, busy_words, diagnose_command, loader_misfit, void_notes
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
@@ -130,6 +129,8 @@ class Diagnosis(JsonDataclass):
     @property
     def _chosen(self) -> Remedy | None:
         """What `prove()` runs; where the verdict is inconclusive, nothing."""
+        if (sure := self._advice.sure_gain) and sure.provable:
+            return sure
         return None if self.verdict == "inconclusive" else next((remedy for remedy in self.remedies if remedy.provable), None)
 
     @property
@@ -138,6 +139,8 @@ class Diagnosis(JsonDataclass):
         chosen = self._chosen
         if chosen in (None, self.remedies[0] if self.remedies else None):
             return ""
+        if self.remedies[0].provable:
+            return f"What {self.remedies[0].name} gains is within the noise. Tried instead: {chosen.name}."
         mine = f"{self.remedies[0].name} is a change that you have to make yourself. {TO_COMPARE}"
         if chosen.scope != "cause" and (gain_of(chosen) < LITTLE or chosen.low <= 1):
             cause = f"No remedy for the verdict ({self.verdict}, {self.cause}) can be tried here: {mine}"
@@ -328,9 +331,9 @@ class Diagnosis(JsonDataclass):
         started = "started with " * isinstance(self.spec, ScriptSpec)  # it may set another number itself
         text, cores = f"{started}{units.several(e.threads, 'thread')} per operator", e.noise.cores if e.noise else usable_cores()
         if self.spec and e.threads == 1 and cores >= 2:
-            every, how = f"all {cores:.0f} cores" if e.noise else "all cores", f"threads={min(4, int(cores))}"
-            script = f"workbench diagnose {self.spec.script} --set {how}, or workbench launch," if isinstance(self.spec, ScriptSpec) else ""
-            text += f", which the workbench sets (a process that you start yourself uses {every}): {script or how} changes it"
+            every, threads = f"all {cores:.0f} cores" if e.noise else "all cores", min(4, int(cores))
+            how = f"`{diagnose_command(self.spec, threads=threads)}`" if isinstance(self.spec, ScriptSpec) else f"threads={threads}"
+            text += f", which the workbench sets (a process that you start yourself uses {every}): {how} changes it"
         return [text]
 
     @property
@@ -416,18 +419,17 @@ class Diagnosis(JsonDataclass):
             The call where a command would be too long, or there is none; None where nothing is to be proved.
         """
         provable = self._chosen is not None
+        command, words = "", list[str]()
         if isinstance(self.spec, ScriptSpec):
-            words = ["diagnose", near(self.spec.script), "--prove"] if provable else ["launch", self.spec.script, "--profile"]
-            words += ["--nproc-per-node", str(self.spec.nproc_per_node)] if self.spec.nproc_per_node > 1 else []
-            words += ["--set", f"threads={self.spec.threads}"] if self.spec.threads > 1 else []
-            words += ["--", *self.spec.args] if self.spec.args else []
+            command = diagnose_command(self.spec, "--prove", threads=self.spec.threads)
+            command = command if provable else command.replace(" diagnose ", " launch ", 1).replace(" --prove", " --profile", 1)
         elif isinstance(self.spec, RunSpec) and (provable or self.evidence.observed):
             words = ["diagnose", self.spec.task, *(["--prove"] if provable else [])]
             turned = [f"{name}={value}" for name, (_, value) in RunSpec(task=self.spec.task).changes(self.spec).items()]
             words += ["--set", *turned] if turned else []
         else:
             return IN_PYTHON if provable else None
-        command = shlex.join(["workbench", *words])
+        command = command or shlex.join(["workbench", *words])
         return command if len(command.encode()) <= BRIEF_COMMAND else IN_PYTHON if provable else None
 
     plot = display.plot_method("diagnosis")

@@ -199,7 +199,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
     elif cause.startswith(("python", "launches")):
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
         spread = not most and sum(share for _, share in own) * c.replayed / c.step < MIN_EXPLAINED * saved.mid  # else it is not the model's
-        follow = "kernels follow each other without a gap" if device else "operators follow each other without a gap"
+        follow = f"{'kernels' if device else 'operators'} follow each other without a gap; that there may be fewer of them is not counted"
         if spread or cause.startswith("launches"):
             yield ceiling(
                 case,
