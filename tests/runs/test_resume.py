@@ -3,9 +3,11 @@
 import ast
 import errno
 import fcntl
+import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from workbench.runs.launch.resume import _Attempt
 from workbench.runs.restarts import checkpoints_of
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
+from workbench.timeline.timeline import WARNING
 
 TASK = random_kills.TASK.format(samples=200, seconds=2e-3, inputs=8, hidden=16, lr=0.05)
 
@@ -112,11 +115,11 @@ def ended(path: Path, of: wb.RunSpec = SPEC, **more: Any) -> Path:
     ("more", "said"),
     [
         ({"batch": {"requeue": False}}, "is a job of Slurm"),
-        ({"alone": True}, "was not launched as a run of its own in this place"),
+        ({"alone": True}, "was not launched as a run of its own: only"),
         ({"experiment": {"kind": "links"}}, "was not launched as a run of its own"),
-        ({"command": ["torchrun", "/elsewhere"]}, "was not launched as a run of its own"),
-        ({"command": None}, "was not launched as a run of its own"),
-        ({"command": []}, "was not launched as a run of its own"),
+        ({"command": ["torchrun", "/elsewhere"]}, "is a directory that was moved or copied"),
+        ({"command": None}, "is a directory that was moved or copied"),
+        ({"command": []}, "is a directory that was moved or copied"),
         ({"cwd": "/was/deleted"}, "was launched in /was/deleted, which is gone"),
         ({"spec": ScriptSpec(script="train.py").to_json()}, "is a script, whose checkpoints are its own"),
         ({"spec": SPEC.replace(nnodes=2).to_json()}, "is of 2 machines"),
@@ -132,6 +135,15 @@ def test_what_cannot_go_on(tmp_path: Path, more: dict[str, Any], said: str) -> N
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    failed = "the checkpoint after step 10 could not be written (the 2 latest all failed), and there is none yet: [Errno 28] No space left"
+    path = ended(tmp_path / "disk", SPEC)
+    (path / run_directory.CHECKPOINTS / "step00000005.pt").unlink()
+    notes = [failed.replace("10", "5") + ". The training goes on, and the next is tried after step 10", failed]
+    (path / "rank0.jsonl").write_text("".join(json.dumps({"note": WARNING + note}) + "\n" for note in notes))
+    with pytest.raises(
+        LaunchError, match=rf"has no checkpoint to go on from: {re.escape(failed)}\. Launch it anew: wb\.launch\(run\.spec\)$"
+    ):
+        wb.launch(resume=path)
     part = f"{run_directory.CHECKPOINTS}/step00000005.rank1.pt"  # of ranks that share the model, before the file that names their parts
     for name, spec, left, said in (
         ("a", SPEC, None, r"ended before its first one was written \(every 5 steps, and it had taken 3\)\. Launch it anew: wb\.launch\("),
@@ -278,6 +290,29 @@ def test_a_task_is_the_same_by_another_path_to_its_file(
     wb.launch(of(now), resume=path)
     assert [info["path"] for info in begun] == [path]
     assert len(begun_anew) == 1
+
+
+def test_a_new_run_begins_with_the_checkpoint_of_a_directory_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code is that of the spec that is given, found from here, and never that of the folder that the directory names."""
+    begun = list[dict[str, Any]]()
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda new, info, environ, lock: begun.append(info))
+    for folder in ("there", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "task.py").write_text(TASK)
+    spec = SPEC.replace(task="task.py:build", steps=12)
+    path = ended(tmp_path / "run", spec, cwd=str(tmp_path / "there")).rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(LaunchError, match=r"a directory that was moved or copied.*: wb\.launch\(run\.spec, resume=run\)"):
+        wb.launch(resume=path)
+    with pytest.raises(LaunchError, match="moved or copied"):
+        wb.launch(spec.replace(lr=0.5), resume=path)
+    for _ in range(2):
+        for given in (spec, spec.replace(steps=24)):
+            run = wb.launch(given, resume=path, runs_dir=tmp_path / "runs")
+            assert (run.spec, begun.pop()["cwd"]) == (given, str(tmp_path / "here"))
+            assert (run.path / run_directory.CHECKPOINTS / "step00000005.pt").exists()
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)  # as on another machine
+    assert not begun
 
 
 FINISHED = {"state": "finished", "returncode": 0, "seconds": 1.0}

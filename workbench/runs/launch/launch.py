@@ -23,6 +23,7 @@ from workbench.runs.launch.resume import (
     go_on,
     resumable,
     take_checkpoints,
+    was_moved,
     with_names_of,
 )
 from workbench.runs.launch.slurm import Slurm
@@ -67,7 +68,7 @@ def launch(
             tests whether the run is then the same bit for bit. Earlier output of its processes is in `attempts/`. With a `target` that
             differs from its spec in `steps` (a run that has finished can take more), or in how ranks share the work (`parallel`,
             `nnodes`, `micro_batch`, …), a new run starts from its last checkpoint, with the same weights and optimizer states; `runs_dir`,
-            `name`, `rdzv_endpoint` and `rdzv_timeout` are then allowed too. Or a torch.distributed.checkpoint directory: a new run of the
+            `name`, `rdzv_endpoint` and `rdzv_timeout` are then allowed too. So it does with an equal `target` if the directory was moved. Or a torch.distributed.checkpoint directory: a new run of the
             RunSpec starts at step 0 with its weights, and with its optimizer states if it has any; options, schedule and samples are the
             spec's.
         args: the script's arguments. "{out}" in them stands for the folder `out` of the run directory, such as for checkpoints; no other
@@ -105,22 +106,22 @@ def launch(
     if isinstance(resume, str | os.PathLike) and (Path(resume).expanduser() / DCP_INDEX).is_file():
         begin, resume = Path(resume).expanduser(), None
     if resume is not None:
-        target = with_names_of(resume, target)
-        changes = changes_for_another(resume, target)
-        other = target if changes and isinstance(target, RunSpec) else None
+        named = with_names_of(resume, target)
+        changes = changes_for_another(resume, named)
+        other = named if changes is not None else None
         given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch}
         given |= {"nnodes": nnodes, "on": on, "on_hang": on_hang, "max_restarts": max_restarts, "min_ranks": min_ranks}
         if not other:
             given |= {"runs_dir": runs_dir, "name": name, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout}
         _refuse_changes(given, knobs)
-        ended = resumable(resume, target, anew=other is not None)
+        ended = resumable(resume, named, anew=other is not None)
         if other:
-            if other.local_sgd != "none" and changes != {"steps"}:
+            if other.local_sgd != "none" and changes and changes != {"steps"}:
                 raise LaunchError(
                     f'local_sgd="{other.local_sgd}": each rank of {ended.run!r} has parameters of its own, so the run goes on with as many '
                     "ranks in the same layout: launch(resume=run), without a spec"
                 )
-            other = other.replace(**task.code_names(ended.spec))
+            other = other.replace(**task.code_names(target if was_moved(ended.run) else ended.spec))
             check(other, alone=False)
             _warn_of(other)
             meeting = _meeting(other, rdzv_endpoint, rdzv_timeout)

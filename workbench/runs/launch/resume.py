@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import platform
+import re
 import shutil
 import time
 import zipfile
@@ -152,12 +153,12 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None, *, anew: bo
     spec = _checked_spec(run, info, target, anew)
     refuse_foreign(run)
     refuse_links(run)
-    home = Path(info["command"][-1])
-    if home != run.path:  # a link leads to it: its processes know it by one name
+    moved = was_moved(run)
+    if not moved and (home := Path(info["command"][-1])) != run.path:  # a link leads to it: its processes know it by one name
         run = Run.load(home)
     _refuse_as_it_stands(run, spec, info["host"], target if anew else None)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)  # as it stands: it may have ended since
-    folder = Path(info.get("cwd") or Path.cwd()).absolute()
+    folder = Path((None if moved else info.get("cwd")) or Path.cwd()).absolute()
     if not folder.is_dir():
         raise LaunchError(f"{run!r} was launched in {folder}, which is gone: its task and its files were found from there. Put it back")
     spec = with_files_at(spec, lambda file: str(folder / file))
@@ -182,13 +183,18 @@ def with_names_of(old: Run | str | os.PathLike[str], target: Any) -> Any:
     return target.replace(**names)
 
 
-def changes_for_another(old: Run | str | os.PathLike[str], target: Any) -> set[str]:
-    """The knobs in which a spec differs from that of a run, if another run may begin so with its checkpoint; else none."""
+def changes_for_another(old: Run | str | os.PathLike[str], target: Any) -> set[str] | None:
+    """The knobs in which a spec differs from that of a run with whose checkpoint another run is to begin; None = none is to.
+
+    Another run begins where some differ, and all of these may; and where the directory of the run was moved, in which it cannot go on.
+    """
     if not isinstance(old, Run | str | os.PathLike) or not isinstance(target, RunSpec):
-        return set()  # `resumable` refuses it
-    spec = Run.load(old.path if isinstance(old, Run) else old).spec
-    changes = set(spec.changes(target)) if isinstance(spec, RunSpec) else set()
-    return changes if changes <= set(OF_ANOTHER_RUN) else set()
+        return None  # `resumable` refuses it
+    run = Run.load(old.path if isinstance(old, Run) else old)
+    if not isinstance(run.spec, RunSpec):
+        return None
+    changes = set(run.spec.changes(target))
+    return changes if changes <= set(OF_ANOTHER_RUN) and (changes or was_moved(run)) else None
 
 
 def take_checkpoints(run: Run, new: NewRun, step: int | None = None) -> None:
@@ -263,8 +269,13 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any, anew: bool) -> Ru
     spec, path = run.spec, run.path
     if info.get("batch"):
         raise LaunchError(f"{run!r} is a job of Slurm: with Slurm(requeue=True) it goes on by itself, and scontrol requeue tells it to")
-    if info.get("alone") or info.get("experiment") or info["launch_dir"] != "." or not _is_at(path, info.get("command")):
-        raise LaunchError(f"{path} was not launched as a run of its own in this place: only such a run goes on. Launch its spec anew")
+    if info.get("alone") or info.get("experiment") or info["launch_dir"] != ".":
+        raise LaunchError(f"{path} was not launched as a run of its own: only such a run goes on. Launch its spec anew")
+    if was_moved(run) and not anew:
+        raise LaunchError(
+            f"{path} is a directory that was moved or copied: a run goes on in its first place only. From here, another run can begin with "
+            "its last checkpoint: wb.launch(run.spec, resume=run)"
+        )
     if not isinstance(spec, RunSpec):
         raise LaunchError(f"{run!r} is a script, whose checkpoints are its own: launch it again with the option by which it reads them")
     if target is not None and target != spec and not anew:
@@ -279,13 +290,14 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any, anew: bool) -> Ru
     return spec
 
 
-def _is_at(path: Path, command: Any) -> bool:
-    """Does the command of a run train in this directory, by whatever name?"""
+def was_moved(run: Run) -> bool:
+    """Is the directory of a run not the one in which its command trains, by whatever name? Nobody knows then where its code is."""
+    command: Any = run_directory.read_json(run.path / run_directory.RUN_JSON).get("command")
     try:
         known = isinstance(command, list) and os.path.isabs(command[-1]) and Path(command[-1]).parts[1:2] != ("proc",)
-        return known and os.path.samefile(command[-1], path)
+        return not (known and os.path.samefile(command[-1], run.path))
     except (OSError, IndexError, TypeError):
-        return False
+        return True
 
 
 def refuse_foreign(run: Run) -> None:
@@ -396,6 +408,10 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str, other: RunSpec | No
     if not checkpoints:
         if not spec.checkpoint_every:
             raise LaunchError(f"{run!r} keeps no checkpoints, so it cannot go on. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
+        if failed := [
+            note.partition(". The training")[0] for note in run.notes if re.match(r"the checkpoint .* could not be written", note)
+        ]:
+            raise LaunchError(f"{run!r} has no checkpoint to go on from: {failed[-1]}. Launch it anew: wb.launch(run.spec)")
         begun = (run.path / run_directory.CHECKPOINTS).exists() and any((run.path / run_directory.CHECKPOINTS).iterdir())
         when = "while its first one was written" if begun else "before its first one was written"
         raise LaunchError(
