@@ -68,9 +68,9 @@ def launch(
             tests whether the run is then the same bit for bit. Earlier output of its processes is in `attempts/`. With a `target` that
             differs from its spec in `steps` (a run that has finished can take more), or in how ranks share the work (`parallel`,
             `nnodes`, `micro_batch`, …), a new run starts from its last checkpoint, with the same weights and optimizer states; `runs_dir`,
-            `name`, `rdzv_endpoint` and `rdzv_timeout` are then allowed too. So it does with an equal `target` if the directory was moved. Or a torch.distributed.checkpoint directory: a new run of the
-            RunSpec starts at step 0 with its weights, and with its optimizer states if it has any; options, schedule and samples are the
-            spec's.
+            `name`, `rdzv_endpoint` and `rdzv_timeout` are then allowed too. So it does with an equal `target` if the directory was
+            moved. Or a torch.distributed.checkpoint directory: a new run of the RunSpec starts at step 0 with its weights, and with its
+            optimizer states if it has any; options, schedule and samples are the spec's.
         args: the script's arguments. "{out}" in them stands for the folder `out` of the run directory, such as for checkpoints; no other
             launch uses it.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
