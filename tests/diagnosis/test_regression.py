@@ -273,9 +273,7 @@ def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_s
     emulated(lambda arm: 0.398 if arm.spec.lr else 0.176)
     result = wb.what_changed(a, b)
     assert (result.kind, result.owner) == ("owner", ("lr",))
-    said = (
-        "Run B's step is 0.692× that of run A as recorded, but today's trainings, by turns on one machine, show the contrary: run A's step "
-    )
+    said = "Run B's step is 0.692× that of run A as recorded, but today's alternating trainings on one machine show the contrary: run A's step "
     assert result.verdict.startswith(f"{said}with lr is 2.26× (")
     assert (
         "that without. So lr raises it, and the machine, or something that was not recorded, was different when A or B ran (17"
@@ -651,7 +649,7 @@ def test_a_bisection_that_is_stopped_names_the_commits_that_are_left(
     result = wb.bisect("task.py:build", good="HEAD~3")
     assert (result.kind, result.in_doubt) == ("unclear", (ids[2], ids[3]))
     assert f"2 of 3 commits are still in doubt: {ids[2][:10]} to {ids[3][:10]}." in result.verdict
-    assert announced(1) == "1 commit: the last is trained by turns with the good one, each several times"
+    assert announced(1) == "1 commit: the last is trained alternately with the good one, each several times"
 
 
 def test_a_search_that_the_budget_ends_says_what_was_not_swapped(tmp_path: Path, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:

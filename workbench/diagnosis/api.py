@@ -138,7 +138,7 @@ def diagnose(
     return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
 
 
-_EXPERIMENTS = "steps as they are, and without loader, optimizer and other parts, by turns"
+_EXPERIMENTS = "steps as they are, alternating with steps without loader, optimizer and other parts"
 
 
 def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> Proof:
@@ -165,7 +165,10 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
             f"{remedy.name} cannot be proved from here: the step that was diagnosed is not in this process; "
             "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
         )
-    with say_what_was_interrupted("prove"), Waiting(f"prove {remedy.name}", budget_s, begin="steps without and with it, by turns") as line:
+    with (
+        say_what_was_interrupted("prove"),
+        Waiting(f"prove {remedy.name}", budget_s, begin="steps without and with it, alternately") as line,
+    ):
         from workbench.harness.ab_test import measure_change
 
         models = {"model": subject.model, "optimizer": subject.optimizer}
@@ -224,7 +227,7 @@ def climb(
     spec = read_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
     most = units.seconds(min(BUDGET, max(MIN_CLIMB_SECONDS, budget_s / 2)))
-    begin = f"a diagnosis, then the best remedy, again and again; each takes at most {most}"
+    begin = f"a diagnosis, then the best remedy, repeatedly; each takes at most {most}"
     with Waiting("climb", budget_s, begin=begin) as line:
         more = f"; budget_s={10 * max(BUDGET, budget_s):.0f} goes further"
         return _climb(spec, leave, runs_dir, line, f"the budget of {units.seconds(budget_s)} was spent", more)

@@ -130,7 +130,7 @@ def prove_script(
     arm = VariantTimes(name="changed", baseline="full", pairs=tuple(pairs), samples=samples)
     base = sum(before for before, _ in pairs) / len(pairs)
     rate = (1.0 if evidence.samples else spec.world_size) / base
-    notes += [f"{units.several(len(pairs), 'pair')} of launches of the script, by turns", *([doubt] if doubt else [])]
+    notes += [f"{units.several(len(pairs), 'pair')} of alternating launches of the script", *([doubt] if doubt else [])]
     return Proof(remedy=remedy, measured=arm.speedup, baseline=rate, notes=tuple(notes))
 
 

@@ -302,11 +302,11 @@ def announced(commits: int) -> str:
     """What a bisection of so many commits will take.
 
     >>> announced(23)
-    '23 commits: 5 of them and the last are trained by turns with the good one, each several times'
+    '23 commits: 5 of them and the last are trained alternately with the good one, each several times'
     """
     tries = math.ceil(math.log2(commits))
     some = f"{tries} of them and the last are" if tries else "the last is"
-    return f"{several(commits, 'commit')}: {some} trained by turns with the good one, each several times"
+    return f"{several(commits, 'commit')}: {some} trained alternately with the good one, each several times"
 
 
 def search(

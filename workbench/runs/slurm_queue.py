@@ -199,9 +199,12 @@ def _why(number: str, seen: JobStatus) -> tuple[str, str | None]:
         case "TIMEOUT" | "DEADLINE":
             return (f"{job} reached its time limit ({seen.limit})", 'Allow more: Slurm(time="2:00:00").')
         case "NODE_FAIL" | "BOOT_FAIL":
-            return f"{job}: one of its machines ({seen.nodes}) died", "Slurm(requeue=True) with checkpoint_every= goes on on others."
+            return (
+                f"{job}: one of its machines ({seen.nodes}) died",
+                "Slurm(requeue=True) with checkpoint_every= continues on others.",
+            )
         case "PREEMPTED":
-            return f"{job} had to make way for another one", "Slurm(requeue=True) with checkpoint_every= goes on later."
+            return f"{job} had to make way for another one", "Slurm(requeue=True) with checkpoint_every= continues later."
         case "OUT_OF_MEMORY":
             return f"{job} took more memory than it may", 'Ask for more: Slurm(options=["--mem=…"]).'
         case "UNKNOWN":

@@ -109,7 +109,7 @@ class LengthsProof(JsonDataclass, display.Shown):
                 ["places, padding included, over those as it is", units.times(self.places), units.times(self.measured_places)],
                 *([f"memory of a step of length {length:,}", *map(units.bytes_, both)] for length, both in self.held_bytes.items()),
             ],
-            title=f"Proof of {self.name} batches, {self.micro_batches} micro-batches in turns",
+            title=f"Proof of {self.name} batches, {self.micro_batches} alternating micro-batches",
             note="\n".join([self.word, *self.notes]),
         )
 

@@ -151,7 +151,7 @@ class WhatChanged(display.Shown, JsonDataclass):
                     ", and the machine, or something that was not recorded, was different when A or B ran" if self.of == "time" else cause
                 )
                 return (
-                    f"{said} as recorded, but today's trainings, by turns on one machine, show the contrary: run A's {what} with "
+                    f"{said} as recorded, but today's alternating trainings on one machine show the contrary: run A's {what} with "
                     f"{_list(self.owner)} is {_ends(today)} that without. So {_list(self.owner)} {'raise' if today.mid > 1 else 'lower'}"
                     f"{'s' * (many == 'is')} it{alone}{cause} ({self._now}).{because}{brought}"
                 )

@@ -105,7 +105,7 @@ def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         count = samples_in(batch, training.batch_size)
         tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim and len(tensor) == count]
         if not count or count < 4 or not tensors:
-            raise Unjudged("the samples of a batch are not told apart" if not tensors else "batches have fewer than 4 samples")
+            raise Unjudged("the samples of a batch cannot be told apart" if not tensors else "batches have fewer than 4 samples")
         distinct = {hash(tuple(_content(tensor[row]) for tensor in tensors if tensor[row].numel())) for row in range(count)}
         worst = max(worst, 1 - len(distinct) / count)
     return judged(f"{units.percent(worst)} of a batch are copies", "duplicate_samples" if worst > COPIES else "")
@@ -295,7 +295,7 @@ def _inputs_of_model(training: Training, seen: Seen, count: int) -> tuple[Any, A
             training.loss(batch)
         root, samples = watched.root, count
     if root is None or not samples or samples < 2:
-        raise Unjudged("the samples of a batch are not told apart")
+        raise Unjudged("the samples of a batch cannot be told apart")
     return *root, samples
 
 

@@ -161,7 +161,7 @@ class ThroughputDoctor:
 
     def _prove(self, remedy: Remedy) -> None:
         work = self._rows.proof(remedy, lambda: self.result, self._budget)
-        self._start(f"proving {remedy.name}, in turns with the step as it is", work, self._budget)
+        self._start(f"proving {remedy.name}, alternating with the step as it is", work, self._budget)
 
     def _climb(self, _button: object) -> None:
         chosen = self.chosen
@@ -173,7 +173,7 @@ class ThroughputDoctor:
             self.ladder = ladder
             self.ladder_view.value = html.ladder(self.ladder)
 
-        self._start("climbing: the best remedy is proved and kept, again and again", work, CLIMB * self._budget)
+        self._start("climbing: the best remedy is proved and kept, repeatedly", work, CLIMB * self._budget)
 
     def _start(self, what: str, work: Callable[[], None], budget_s: float, *, hold: bool = False) -> None:
         """Run something, unless something runs; `hold`: the knobs are locked meanwhile."""

@@ -238,7 +238,7 @@ class WhyNotLinear:
 
     def _prove(self, remedy: Remedy) -> None:
         work = self._remedies.proof(remedy, lambda: self.result, self._budget)
-        self._background.start(f"proving {remedy.name}, in turns with the spec as it is", work, self._budget)
+        self._background.start(f"proving {remedy.name}, alternating with the spec as it is", work, self._budget)
 
     @property
     def _on_gpus(self) -> bool:
@@ -265,7 +265,7 @@ class WhyNotLinear:
         """Buttons can be pressed where there is something to run, and while nothing runs; knobs turned where they change something."""
         busy, why = self._background.busy, self.why_not_here
         self.measure.disabled = busy or bool(why)
-        self.measure.tooltip = why or "Launch one rank alone, all ranks without reductions, and all ranks, by turns, and explain the gap"
+        self.measure.tooltip = why or "Launch one rank alone, all ranks without reductions, and all ranks, alternately, and explain the gap"
         self._remedies.hold(busy)
         known = self.result is not None and (link_of(self.result.evidence) or self.result.link) is not None
         self.latency.disabled = self.bandwidth.disabled = not known

@@ -68,7 +68,7 @@ class RemedyRows:
         words = ipywidgets.HTML()
         if not remedy.provable:
             return ipywidgets.HBox([words]).add_class("wb-choice")
-        button = ipywidgets.Button(description="Prove", tooltip=f"Run {remedy.name} in turns with the step as it is, and see what it gains")
+        button = ipywidgets.Button(description="Prove", tooltip=f"Alternate {remedy.name} with the step as it is, and see what it gains")
         button.disabled = busy  # until what runs has ended
         button.add_class("wb-prove")
         button.on_click(lambda _: self._prove(remedy))
