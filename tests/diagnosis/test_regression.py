@@ -273,8 +273,8 @@ def test_what_was_recorded_on_another_load_does_not_hide_what_todays_trainings_s
     emulated(lambda arm: 0.398 if arm.spec.lr else 0.176)
     result = wb.what_changed(a, b)
     assert (result.kind, result.owner) == ("owner", ("lr",))
-    said = "Run B's step is 0.692× that of run A as recorded, but today's alternating trainings on one machine show the contrary: run A's step "
-    assert result.verdict.startswith(f"{said}with lr is 2.26× (")
+    said = "Run B's step is 0.692× that of run A as recorded, but today's alternating trainings on one machine show the contrary: "
+    assert result.verdict.startswith(f"{said}run A's step with lr is 2.26× (")
     assert (
         "that without. So lr raises it, and the machine, or something that was not recorded, was different when A or B ran (17"
         in result.verdict
