@@ -111,7 +111,7 @@ def test_launches_with_and_without_take_turns(monkeypatch: pytest.MonkeyPatch) -
     assert proof.measured.low < 1.48
     assert proof.measured.high > 1.52
     assert proof.baseline == pytest.approx(1 / 0.03)
-    assert "3 pairs of launches" in str(proof.notes)
+    assert "3 pairs of alternating launches" in str(proof.notes)
     assert "Ctrl-C" in str(proof.notes)
     assert result.proofs == [proof]
 
@@ -365,7 +365,7 @@ def test_a_diagnosis_of_a_script_is_proved_by_launches(
     assert "3.20×" in str(found.remedy_table)
     assert found.brief()["proved"][0]["change"] == "num_workers=3"
     said = capsys.readouterr().err.splitlines()[0]
-    assert "launches of train.py as it is and with num_workers=3, persistent_workers=True, by turns, about 7.76 s for each launch" in said
+    assert "alternating launches of train.py as it is and with num_workers=3, persistent_workers=True, about 7.76 s for each launch" in said
     assert "2 pairs or so in all" in said
     monkeypatch.setattr(Waiting, "__enter__", lambda line: pytest.fail(line.now))
     with pytest.raises(pytest.fail.Exception, match=r"about 5\.92 s for each launch, 2 pairs or so in all"):

@@ -92,7 +92,7 @@ def prove_script(
         remedy.name: Arm(changed, code, {variable: json.dumps(arguments) if arguments else None}, None),
     }
     pairs, notes, longest = list[tuple[float, float]](), list[str](), 0.0
-    begin = f"launches of {Path(spec.script).name} as it is and with {units.knobs(remedy.change)}, by turns{each}"
+    begin = f"alternating launches of {Path(spec.script).name} as it is and with {units.knobs(remedy.change)}{each}"
     with (
         say_what_was_interrupted("prove"),
         contextlib.closing(LoadMeter(root=os.getpid())) as meter,
