@@ -981,7 +981,14 @@ def pairs(written: Callable[..., Any]) -> None:
     """Notebook 12, exercise 2: pairs of trainings until a change is larger than twice its standard error."""
     cases = [{"change": 0.02, "spread": 0.03}, {"change": 0.10, "spread": 0.03}, {"change": 0.05, "spread": 0.20}]
     hint = "The mean of n has a standard error of spread / √n. When is the change more than two of them?"
-    _judge(written, lambda change, spread: math.ceil((2 * spread / change) ** 2), cases, "half the change takes four times as many.", hint)
+    _judge(
+        written,
+        lambda change, spread: math.ceil((2 * spread / change) ** 2),
+        cases,
+        "half the change takes four times as many.",
+        hint,
+        0.02,
+    )
 
 
 def usual(written: Callable[..., Any]) -> None:
