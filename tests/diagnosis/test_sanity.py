@@ -60,12 +60,15 @@ class Net(nn.Module):
             self.extra = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = (x / 128 - 1) if self.fault == "normalised bytes" else x.float() if self.fault == "bytes" else x
         branch = self.branch(x)
         if self.fault == "detached":
             branch = branch.detach()
         hidden = self.norm(self.act(self.body(x) + branch))
         if self.fault == "batch softmax":
             hidden = hidden * torch.softmax(hidden, 0)
+        if self.fault == "standardised by the batch":
+            hidden = (hidden - hidden.mean(0)) / hidden.std(0)
         if self.fault == "wrong view":
             hidden = hidden.T.reshape(hidden.shape)
         if self.fault == "dropout in eval":
@@ -108,6 +111,14 @@ def ignoring(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return inputs, labels.masked_fill(torch.rand(len(labels), generator=torch.Generator().manual_seed(5)) < 0.4, -100)
 
 
+def as_bytes(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return (inputs * 30 + 128).clamp(0, 255).byte(), labels
+
+
+def of_floats(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0].float()), batch[1])
+
+
 def loses_mode(model: nn.Module, batch: Any) -> Tensor:
     loss = classify(model, batch)
     model.eval()
@@ -126,6 +137,7 @@ FAULTS: dict[str, tuple[wb.Task, str]] = {
     "mean divided again": (task(loss=lambda m, b: classify(m, b) / len(b[1])), "wrong_reduction"),
     "softmax before cross entropy": (task("softmax"), "softmax_before_cross_entropy"),
     "softmax over the batch": (task("batch softmax"), "batch_leak"),
+    "standardised by the batch": (task("standardised by the batch"), "batch_leak"),
     "wrong view": (task("wrong view"), "batch_leak"),
     "shuffled labels": (task(dataset=lambda: Blobs(shuffled)), "labels_carry_nothing"),
     "dead ReLU": (task("dead"), "dead_units"),
@@ -134,11 +146,14 @@ FAULTS: dict[str, tuple[wb.Task, str]] = {
     "unequal micro-batches": (task(dataset=lambda: Blobs(ignoring)), "unequal_micro_batches"),
     "NaN inputs": (task(dataset=lambda: Blobs(with_nan)), "nonfinite_inputs"),
     "bytes as inputs": (task(dataset=lambda: Blobs(lambda x, y: (x * 60 + 128, y))), "input_scale"),
+    "bytes turned into floats by the loss": (task(dataset=lambda: Blobs(as_bytes), loss=of_floats), "input_scale"),
+    "bytes turned into floats by the model": (task("bytes", dataset=lambda: Blobs(as_bytes)), "input_scale"),
     "one sample again and again": (task(dataset=lambda: Blobs(lambda x, y: (x[y], y))), "duplicate_samples"),
     "sure of wrong answers": (task("large"), "large_logits"),
     "nll_loss on logits": (task(loss=bare_log), "no_log_softmax"),
     "no learning rate": (task(optimizer="sgd(lr=1e-9)"), "learning_rate"),
     "head not in the optimizer": (task(optimizer=lambda weights: torch.optim.Adam(list(weights)[:-2], lr=0.01)), "not_in_optimizer"),
+    "a loss of whole numbers": (task(loss=lambda m, b: F.mse_loss(m(b[0]).argmax(1).float(), b[1].float())), "detached"),
     "error": (task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1] + 7)), "error"),
 }  # fmt: skip
 
@@ -179,6 +194,74 @@ def test_a_mean_squared_error_is_held_against_the_variance(offset: float, scale:
     check = next(each for each in sanity.check(training, Impatient(), ["initial loss"]))
     assert check.passed is passed, check
     assert says in check.figure
+
+
+def test_inputs_are_judged_as_the_first_layers_get_them() -> None:
+    """Bytes that the model itself normalises, by arithmetic or by a first layer, are no fault."""
+    normalised = task("normalised bytes", dataset=lambda: Blobs(as_bytes))
+    by_a_layer = task(dataset=lambda: Blobs(as_bytes), model=lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), Net()), loss=of_floats)
+    for made in (normalised, by_a_layer):
+        training = of_task(made, wb.RunSpec(task="bytes", device="cpu"), ())
+        (found,) = sanity.check(training, Impatient(), ["inputs"])
+        assert found.passed, found
+
+
+class Sentences(Dataset[Tensor]):
+    """Tokens, of which there are more or fewer."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 20, (4 + index % 7,), generator=generator)
+
+
+class Padded(nn.Module):
+    """Torch's encoder of padded sentences, with the right mask, or with none."""
+
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.masked, self.words, self.head = masked, nn.Embedding(20, 16), nn.Linear(16, 20)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(self.words(tokens), src_key_padding_mask=tokens == 0 if self.masked else None))
+        return F.pad(logits, (0, 0, 0, tokens.shape[1] - logits.shape[1]))
+
+
+def own_words(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), (tokens * 7 % 20).flatten(), ignore_index=0)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_that_reaches_a_result_is_told_from_micro_batches_of_unequal_weight(masked: bool) -> None:
+    padded = task(
+        model=lambda: Padded(masked=masked),
+        dataset=Sentences,
+        collate=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
+        loss=own_words,
+        weight=lambda tokens: (tokens * 7 % 20 != 0).sum(),
+    )
+    training = of_task(padded, wb.RunSpec(task="padded", device="cpu"), ())
+    found = {check.name: check for check in sanity.check(training, Impatient(), ["batch independence", "modes", "accumulation"])}
+    assert found["modes"].passed, found
+    assert (found["accumulation"].passed, found["accumulation"].cause) == ((True, "") if masked else (False, "padding_leak"))
+
+
+def test_a_micro_batch_without_a_gradient_is_not_judged() -> None:
+    """Of classes whose weight is zero, the mean is 0 / 0."""
+    rare = task(loss=lambda m, b: classify(m, b, weight=torch.tensor([1.0, 0.0, 0.0, 0.0])))
+    (found,) = sanity.check(of_task(rare, wb.RunSpec(task="rare", device="cpu"), ()), Impatient(), ["accumulation"])
+    assert (found.passed, found.cause) == (None, "")
+    assert "not finite" in found.figure
+
+
+def test_a_class_for_each_sample_is_no_table_of_pairs() -> None:
+    """The check takes five samples, and the model knows five classes."""
+    leaking = task(model=lambda: nn.Sequential(Net("wrong view"), nn.Linear(CLASSES, 5)))
+    (found,) = sanity.check(of_task(leaking, wb.RunSpec(task="leaking", device="cpu"), ()), Impatient(), ["batch independence"])
+    assert (found.passed, found.cause) == (False, "batch_leak")
 
 
 @pytest.mark.parametrize("in_training_mode", [False, True])

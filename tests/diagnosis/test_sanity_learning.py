@@ -95,11 +95,51 @@ def thousands(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]).squeeze(1), batch[1] * 1000.0)
 
 
+def out_of_range(scale: float, shift: float) -> Callable[[nn.Module, Any], Tensor]:
+    """Masks of 0 and 255, or labels of -1 and 1."""
+    return lambda model, batch: F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), (batch[1] > 1) * scale + shift)
+
+
+def next_but_one(model: nn.Module, batch: Any) -> Tensor:
+    """As a model of Hugging Face that is given labels which are shifted already: it shifts them once more."""
+    labels = F.pad(batch[0][:, 1:], (0, 2), value=-100)
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), labels[:, 1:].flatten())
+
+
+class PlainList(nn.Module):
+    """Layers in a list that is no ModuleList: no optimizer gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, CLASSES)
+        self.hidden = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2)]
+        self.teacher = [nn.Linear(WIDTH, 32)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = self.teacher[0](x)
+        x = self.body(x) + known
+        for layer in self.hidden:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def learns_to_fail(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(weights, 0.01, maximize=True)
+
+
 FAULTS: dict[str, tuple[wb.Task, str, str]] = {
     "minus sign": (task(loss=lambda m, b: -classify(m, b)), "initial loss", "negated_loss"),
     "[N, 1] beside [N]": (task(lambda: perceptron(1), squared), "initial loss", "broadcast_targets"),
     "softmax over the batch": (task(loss=softmax_of_batch), "initial loss", "softmax_before_cross_entropy"),
     "a rate that is far too high": (task(optimizer="sgd(lr=300)"), "overfitting", "learning_rate"),
+    "an optimizer that maximises": (task(optimizer=learns_to_fail), "overfitting", "maximizes"),
+    "a loss that is scaled to nothing": (task(loss=lambda m, b: classify(m, b) * 1e-8, optimizer="sgd"), "overfitting", "learning_rate"),
+    "masks of 255": (task(lambda: perceptron(1), out_of_range(255.0, 0.0)), "initial loss", "targets_out_of_range"),
+    "labels of -1": (task(lambda: perceptron(1), out_of_range(2.0, -1.0)), "initial loss", "targets_out_of_range"),
+    "layers in a plain list": (task(PlainList), "gradient flow", "not_registered"),
+    "labels that are shifted twice": (task(Language, next_but_one, sentences), "label alignment", "shifted_twice"),
     "targets in thousands": (task(lambda: perceptron(1), thousands), "overfitting", "target_scale"),
     "all weights zero": (task(all_zero), "gradient flow", "same_units"),
     "all labels the same": (task(data=lambda: (points()[0], points()[1] * 0)), "label alignment", "constant_targets"),
@@ -116,6 +156,12 @@ def test_a_planted_fault_is_named(name: str) -> None:
     found = checked(planted, check)[check]
     assert (found.passed, found.cause) == (False, cause), found
     assert found.advice == CAUSES[cause]
+
+
+def test_layers_that_are_not_registered_are_named() -> None:
+    """What runs without gradients, as a teacher does, may be kept in a list."""
+    found = checked(task(PlainList), "gradient flow")["gradient flow"]
+    assert (found.figure, found.place) == ("2 modules with weights in no model", "hidden[0], hidden[1]")
 
 
 class Twins(nn.Module):
@@ -173,6 +219,28 @@ def smoothed(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.2)
 
 
+class Pairs(nn.Module):
+    """As CLIP, it returns how alike each two samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = perceptron(8), perceptron(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        likeness: Tensor = 5 * F.normalize(self.first(x), dim=1) @ F.normalize(self.second(x), dim=1).T
+        return likeness
+
+
+def pairs(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), torch.arange(len(batch[0])))
+
+
+def warm() -> tuple[Tensor, Tensor]:
+    """Temperatures in degrees, whose mean is not zero."""
+    inputs = points(4096)[0]
+    return inputs, 15 + 8 * torch.tanh(inputs[:, :1])
+
+
 def counts(model: nn.Module, batch: Any) -> Tensor:
     return F.poisson_nll_loss(model(batch[0]).squeeze(1), 4.0 + batch[1], full=True)
 
@@ -183,6 +251,11 @@ SOUND: dict[str, tuple[wb.Task, tuple[str, ...]]] = {
     "diffusion": (task(lambda: perceptron(WIDTH), denoise), ("modes", "accumulation", "overfitting")),
     "contrastive": (task(loss=contrast), ("accumulation",)),
     "smoothed labels": (task(loss=smoothed), ("overfitting", "label alignment")),
+    "pairs of samples": (task(Pairs, pairs), ("batch independence", "accumulation")),
+    "targets that are not centred": (
+        task(lambda: perceptron(1), lambda m, b: F.huber_loss(m(b[0]), b[1]), warm, optimizer="adam(lr=0.001)"),
+        ("overfitting", "label alignment"),
+    ),
     "counts": (task(lambda: perceptron(1), counts), ("overfitting",)),
     "a loss below zero": (task(loss=likelihood), ("initial loss", "overfitting", "label alignment")),
     "language": (task(Language, next_token, sentences), ("gradient flow", "label alignment")),

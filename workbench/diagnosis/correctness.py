@@ -89,9 +89,10 @@ def sanity(
                     line.say(check.name, f"failed: {', '.join(failed)}" if failed else f"{len(checks)} checks done")
         except KeyboardInterrupt:
             notes += (INTERRUPTED,)
-    missing = [Check(name=name, passed=None, figure="not reached") for name in CHECKS if name not in {check.name for check in checks}]
+    made = {check.name: check for check in checks}
+    sorted_checks = tuple(made.get(name) or Check(name=name, passed=None, figure="not reached") for name in CHECKS)
     name = shown(target) if isinstance(given, Step) else given.task
-    return SanityReport(target=name, checks=(*checks, *missing), seconds=line.seconds, notes=notes)
+    return SanityReport(target=name, checks=sorted_checks, seconds=line.seconds, notes=notes)
 
 
 @accept_synonyms

@@ -93,6 +93,8 @@ class Seen:
     """Ids of matrices whose rows are all equal after the steps."""
     steps_by_heart: int = 0
     """Steps in which a few samples were learnt by heart; 0 = not known."""
+    unregistered: list[str] = field(default_factory=list)
+    """Modules that get gradients, but are in plain containers, where neither model nor optimizer has them."""
     added_up: set[int] = field(default_factory=set)
     """Ids of parameters whose gradient was that of all steps so far, as none was set to zero."""
 
@@ -227,6 +229,17 @@ def _same_units(part: nn.Module) -> Iterator[Tensor]:
             yield weight
 
 
+def _unregistered(model: nn.Module, known: set[int]) -> Iterator[str]:
+    """Names of modules in plain lists, tuples and dictionaries with gradients of weights that are not known."""
+    for path, part in model.named_modules():
+        for name, value in vars(part).items():
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+            for key, module in items:
+                weights = list(module.parameters()) if isinstance(module, nn.Module) else []
+                if any(weight.grad is not None and id(weight) not in known for weight in weights):
+                    yield f"{path}.{name}[{key!r}]".lstrip(".")
+
+
 def observe(training: Training) -> Seen:
     """Take the first steps, and watch them.
 
@@ -275,6 +288,10 @@ def observe(training: Training) -> Seen:
         for one in itertools.chain(*arrived.values()):
             one.remove()
     seen.same_units = {id(weight) for model in training.models for part in model.modules() for weight in _same_units(part)}
+    held = {id(weight) for optimizer in training.optimizers for group in optimizer.param_groups for weight in group["params"]}
+    if held:
+        known = held | {id(weight) for weight in weights}
+        seen.unregistered = [name for model in training.models for name in _unregistered(model, known)]
     if not seen.batches:
         raise ValueError("the loader gave no batch: is its dataset empty, or smaller than batch_size with drop_last=True?")
     return seen

@@ -16,7 +16,7 @@ from workbench.diagnosis.analysis.sanity import CHECKS, Check, judged
 from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, observe
 from workbench.diagnosis.measure.sanity_learning import LARGE_RMS, label_alignment, overfitting
 from workbench.diagnosis.measure.token_targets import LEAK
-from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, LossCall, Watched, module_outputs
+from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, Watched, module_outputs
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.harness.discover import discover
 from workbench.harness.feed import Exhausted
@@ -31,6 +31,8 @@ COPIES = 0.25
 """Fraction of a batch's samples that are exact copies of others."""
 UNEQUAL = 1e-3
 """Relative difference of summed gradients from which on they are not those of the whole batch; rounding makes 1e-6."""
+OUT_OF_RANGE = 0.25
+"""How far targets that are probabilities may lie outside 0 … 1: those of masks that were resized by cubic interpolation may a little."""
 NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -46,7 +48,10 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
             except (KeyboardInterrupt, Exhausted):
                 raise
             except Exception as error:
-                yield Check(name="inputs", passed=False, figure=_short(error), cause="error")
+                if "does not require grad and does not have a grad_fn" in str(error):
+                    yield Check(name="gradient flow", passed=False, figure="the loss does not depend on any parameter", cause="detached")
+                else:
+                    yield Check(name="inputs", passed=False, figure=_short(error), cause="error")
                 return
             finally:
                 keep.restore()
@@ -72,9 +77,10 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
 
 @contextlib.contextmanager
 def _without_named_warnings() -> Iterator[None]:
-    """Inside, torch does not warn of what a check names: targets of another shape are `broadcast_targets`."""
+    """Inside, torch does not warn of what a check names, targets of another shape, nor of the nested tensors that its own encoders make."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using a target size")
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
         yield
 
 
@@ -85,18 +91,20 @@ def _short(error: Exception) -> str:
 def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     batches = [tensor for batch in seen.batches for tensor in tensors_of(batch)]
     values = [tensor.double() for tensor in batches if tensor.is_floating_point() and tensor.numel()]
-    if not values:
-        return judged("whole numbers")
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in values)
     if bad:
         return judged(f"{bad} values are NaN or infinite in {len(seen.batches)} batches", "nonfinite_inputs")
     given = tensors_of(seen.watched.root or ())
     fed = [tensor.double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
-    rms = max(float(tensor.square().mean().sqrt()) for tensor in fed)
-    spread = max(float(tensor.std()) if tensor.numel() > 1 else 0.0 for tensor in fed)
+    scales = [(float(tensor.square().mean().sqrt()), float(tensor.std()) if tensor.numel() > 1 else 0.0) for tensor in fed]
+    if max(map(Tensor.numel, fed), default=0) > 1 and not any(spread for _, spread in scales):
+        return judged(f"all are {float(fed[0].flatten()[0]):.3g}", "constant_inputs")
+    places = seen.watched.scales or dict.fromkeys([""], max(scales, default=(0.0, 0.0)))
+    place, (rms, spread) = max(places.items(), key=lambda each: each[1])
+    if not rms:
+        return judged("whole numbers")
     figure = f"root mean square {rms:.3g}, deviation {spread:.3g}"
-    cause = "input_scale" if rms > LARGE_RMS else "constant_inputs" if not spread and max(map(Tensor.numel, fed)) > 1 else ""
-    return judged(figure, cause)
+    return judged(figure, *(("input_scale", place) if rms > LARGE_RMS else ()))
 
 
 def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -118,6 +126,11 @@ def _content(tensor: Tensor) -> bytes:
 def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     loss, calls = seen.losses[0], seen.watched.losses
 
+    for call in calls:
+        if call.name.startswith("binary_cross_entropy"):
+            low, high = float(call.target.min()), float(call.target.max())
+            if low < -OUT_OF_RANGE or high > 1 + OUT_OF_RANGE:
+                return judged(f"the targets of {call.name} lie in {low:.3g} … {high:.3g}", "targets_out_of_range")
     if calls:
         call = calls[0]
         first, (low, high) = call.input.float(), (float(call.input.min()), float(call.input.max()))
@@ -140,7 +153,7 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     one = calls[0] if calls and len(calls) % len(seen.batches) == 0 and len(calls) == len(seen.batches) else None
     if one is None:
         raise Unjudged(f"{loss:.3g}; what chance gives is known only of a loss with a single call of torch's losses")
-    mean, targets = one.mean(), _targets(one)
+    mean, targets = one.mean(), one.targets
     ratio = loss / mean if mean else math.nan
     if targets and min(abs(ratio + 1), abs(ratio / targets + 1)) < 0.01:
         return judged(f"{loss:.4g}, and torch's {one.name} of the same outputs and targets is {mean:.4g}", "negated_loss")
@@ -172,18 +185,6 @@ def _beside_variance(mean: float, targets: Tensor) -> Check:
     return judged(figure)
 
 
-def _targets(call: LossCall) -> int:
-    """Over how many targets a call of one of torch's losses goes."""
-    ignored = call.options.get("ignore_index")
-    whole = call.target if call.name in ("cross_entropy", "nll_loss") else call.input
-    count = whole.numel()
-    if ignored is not None and not call.target.is_floating_point():
-        count = int((call.target != ignored).sum())
-    elif call.name == "cross_entropy" and call.target.is_floating_point():
-        count = len(call.target)
-    return count
-
-
 def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     dead = {place: 1 - float(active.float().mean()) for place, active in seen.watched.active.items()}
     if not dead:
@@ -210,6 +211,8 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
                     faults.setdefault(cause, []).append(which + full)
     if not count:
         raise Unjudged("no model was found: give model=")
+    if lost := seen.unregistered:
+        return judged(f"{units.several(len(lost), 'module')} with weights in no model", "not_registered", _first(lost))
     if not faults:
         return judged(f"all {count} parameters get one")
     order = (
@@ -221,8 +224,11 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     if cause == "gradients_add_up":
         return judged("the gradients of an update are the sum of those of all steps so far", cause)
     figure = f"{len(names)} of {count} parameters" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
-    place = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-    return judged(figure.replace("_", " "), cause, place, sure=cause != "cancelled_bias")
+    return judged(figure.replace("_", " "), cause, _first(names), sure=cause != "cancelled_bias")
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + ", …" * (len(names) > 3)
 
 
 def _fault(weight: Tensor, part: nn.Module, seen: Seen, held: set[int]) -> str:
@@ -247,7 +253,9 @@ def _rows(value: Any, count: int, sample: int) -> list[Tensor]:
     """What belongs to a sample in a module's output."""
     rows = []
     for tensor in tensors_of(value):
-        if (where := _batch_dim(tensor, count)) is not None:
+        if tensor.is_nested:
+            rows += [row.detach().clone() for row in tensor.unbind()[sample : sample + 1]]
+        elif (where := _batch_dim(tensor, count)) is not None:
             rows.append(tensor.detach().select(where, sample).clone())
         elif tensor.ndim and len(tensor) and len(tensor) % count == 0:
             rows.append(tensor.detach().reshape(count, -1, *tensor.shape[1:])[sample].clone())
@@ -259,12 +267,15 @@ def _batch_dim(tensor: Tensor, count: int) -> int | None:
 
 
 def _change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """The largest relative difference of tensors."""
+    """The largest relative difference of tensors; infinite where only one of two is NaN or infinite."""
     worst = 0.0
     for old, new in zip(before, after, strict=False):
         if old.is_floating_point() and old.shape == new.shape and old.numel():
-            size = max(float(old.abs().max()), 1e-12)
-            worst = max(worst, float((old.double() - new.double()).abs().max()) / size)
+            finite = old.isfinite()
+            if not torch.equal(finite, new.isfinite()):
+                return math.inf
+            first, second = (tensor.double().where(finite, 0.0) for tensor in (old, new))
+            worst = max(worst, float((first - second).abs().max()) / max(float(first.abs().max()), 1e-12))
     return worst
 
 
@@ -319,16 +330,46 @@ def _batch_independence(training: Training, seen: Seen, line: Line, done: dict[s
     before = _outputs(model, args, kwargs, 0, keep)
     if not before or not before[-1][1]:
         raise Unjudged("the model's output does not say which part belongs to which sample")
+    values = [rows for rows in before[-1][1] if rows.is_floating_point() and rows.numel()]
+    if values and not any(bool(rows.isfinite().any()) for rows in values):
+        if training.few and math.isfinite(seen.losses[0]):  # they are the first samples of the first batch
+            figure = f"the output of {count} samples is NaN or infinite, though the loss of a batch is finite"
+            return judged(figure, "batch_leak", before[-1][0])
+        raise Unjudged("the model's output is NaN or infinite")
+    if _compares_samples(model, args, kwargs, count):
+        raise Unjudged("the model compares the samples: its output has a value for each two of them")
     after = _outputs(model, others, named, 0, keep)
     place, change = _first_change(before, after, LEAK)
     exception = f"; batch norm in {units.several(len(norms), 'module')} mixes samples in training mode, as it should" if norms else ""
     if change > LEAK:
-        return judged(f"a sample's output changes by {change:.2g} of its size with the others{exception}", "batch_leak", place)
+        how = f"changes by {change:.2g} of its size with the others" if math.isfinite(change) else "is NaN or infinite beside copies of it"
+        return judged(f"a sample's output {how}{exception}", "batch_leak", place)
     return judged(f"changes by {change:.2g} of its size{exception}")
+
+
+def _compares_samples(model: nn.Module, args: Any, kwargs: Any, count: int) -> bool:
+    """Whether an output is [count, count], and with a sample fewer has one fewer both ways, as similarities of samples have."""
+
+    def square(samples: int) -> bool:
+        def first(tensor: Tensor) -> Tensor:
+            where = _batch_dim(tensor, count)
+            return tensor if where is None else tensor.narrow(where, 0, samples)
+
+        with torch.no_grad():
+            outputs = tensors_of(model(*map_tensors(first, list(args)), **map_tensors(first, dict(kwargs))))
+        return any(tensor.shape[:2] == (samples, samples) for tensor in outputs if not tensor.is_nested)
+
+    return square(count) and square(count - 1)
 
 
 class _Enough(Exception):
     pass
+
+
+def _strided(value: Any) -> list[Tensor]:
+    """The tensors of a module's output; the parts of a nested one, as torch's encoders make of padding, as a single one."""
+    tensors = tensors_of(value)
+    return [torch.cat([row.flatten() for row in tensor.unbind()]) if tensor.is_nested else tensor for tensor in tensors]
 
 
 def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -336,9 +377,8 @@ def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -
         return judged("a step changes the mode", "mode_not_restored", seen.modes[0])
     args, kwargs, _ = _inputs_of_model(training, seen, 5)
     model = training.models[0].eval()
-    with (watched := Watched([])):
-        before = _outputs(model, args, kwargs, 0, tensors_of)
-    after = _outputs(model, args, kwargs, 1, tensors_of)
+    with (watched := Watched([])):  # both: torch's encoders take another path while functions are watched
+        before, after = (_outputs(model, args, kwargs, seed, _strided) for seed in (0, 1))
     place, change = _first_change(before, after, 1e-6)
     if change > 1e-6:
         figure = f"two forwards in evaluation mode differ by {change:.2g}"
@@ -378,26 +418,28 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     count, parts = FEW, 4
     size = count // parts
 
-    def gradient(batch: Any, seed: int = 0) -> tuple[Tensor, int, float]:
+    def gradient(batch: Any, seed: int = 0) -> tuple[Tensor, Watched, float, float]:
         watched = Watched(training.models)
         seed_all(seed)
         with watched.on():
             loss = training.loss(batch)  # type: ignore[misc]
             grads = torch.autograd.grad(loss, weights, allow_unused=True)
         flat = torch.cat([(torch.zeros_like(w) if g is None else g).flatten().double() for w, g in zip(weights, grads, strict=True)])
-        return flat, sum(_targets(call) for call in watched.losses), training.weight(batch) if training.weight else 1.0
+        return flat, watched, training.weight(batch) if training.weight else 1.0, float(loss.detach())
 
     if not weights or samples_in(training.few(count)) != count:
         raise Unjudged(f"there are no {count} samples")
-    whole, *_ = gradient(training.few(count))
+    whole, watched, _, loss = gradient(training.few(count))
     several = [gradient(training.part(first, first + size)) for first in range(0, count, size)]
-    counted = sum(weight for _, _, weight in several)
-    if not counted:
+    shares = [weight for _, _, weight, _ in several]
+    if not sum(shares):
         raise Unjudged(f"none of {count} samples has a target")
-    total = torch.stack([part * weight for part, _, weight in several if weight]).sum(0) / counted
+    total = torch.stack([part * share for (part, *_), share in zip(several, shares, strict=True) if share]).sum(0) / sum(shares)
     norm = float(whole.norm())
     if not norm or not math.isfinite(norm):
         raise Unjudged("the gradient is zero or not finite")
+    if not bool(total.isfinite().all()):
+        raise Unjudged(f"the gradient of a micro-batch of {size} samples is not finite")
     difference = float((total - whole).norm()) / norm
     norms = any(isinstance(part, NORMS) for part in model.modules())
     mode = "in evaluation mode" + "; in training mode batch norm makes them differ" * norms
@@ -409,8 +451,21 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     slope = float(total @ whole) / norm**2
     if float((total - slope * whole).norm()) / norm < UNEQUAL * 10 and abs(slope * parts - 1) < 0.05:
         return judged(figure, "sum_reduction")
-    cause = "unequal_micro_batches" if len({targets for _, targets, _ in several}) > 1 else "batch_statistics"
-    return judged(figure, cause, sure=cause != "batch_statistics" or training.accumulates)
+    targets = [sum(call.targets for call in part.losses) for _, part, *_ in several]
+    if len(set(targets)) > 1:
+        if not all(math.isclose(share * sum(targets), own * sum(shares), rel_tol=1e-6) for share, own in zip(shares, targets, strict=True)):
+            return judged(figure, "unequal_micro_batches")
+        if any(_lengths(part) != _lengths(watched) for _, part, *_ in several):
+            call, independent = watched.losses[0], done.get("batch independence")
+            plain = len(watched.losses) == 1 and call.options.get("weight") is None and math.isclose(call.mean(), loss, rel_tol=1e-3)
+            certain = plain and independent is not None and independent.passed is True
+            return judged(figure, "padding_leak", sure=certain or training.accumulates)
+    return judged(figure, "batch_statistics", sure=training.accumulates)
+
+
+def _lengths(watched: Watched) -> list[torch.Size]:
+    """Sizes of one sample in what the model is given: they differ where a batch is padded to another length."""
+    return [tensor.shape[1:] for tensor in tensors_of(watched.root or ())]
 
 
 _JUDGES: dict[str, Callable[[Training, Seen, Line, dict[str, Check]], Check]] = {

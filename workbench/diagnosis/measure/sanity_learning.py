@@ -31,6 +31,8 @@ LEARNT = 0.2
 RISEN = 1.1
 """Factor by which all later losses exceed the first if the learning rate ruins the training; labels that carry nothing leave it
 at chance."""
+NOT_EVEN_THE_MEAN = 1.5
+"""With more times the loss of the best constant, a model has not even learnt the mean of its targets; else the factor is about 1."""
 LEAST_STEPS = 50
 """Steps with true and with shuffled labels from which on it is a fault that they do not differ, or twice as many as learning a few samples
 by heart took, if that is less: a model needs time to learn anything."""
@@ -57,6 +59,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         if left < 0.9 * first:
             raise Unjudged(f"{figure}: not finished")
         return judged(figure, "does_not_overfit")
+    maximizes = any(group.get("maximize") for optimizer in training.optimizers for group in optimizer.param_groups)
     loss, left_by_adam = training.loss, math.inf
     for rate in (1e-2, 1e-3):
         keep.restore()
@@ -73,7 +76,8 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         _, other, _, _ = _by_heart(step, training, batch, line)
         left_by_adam = min(left_by_adam, other)
         if other - least <= LEARNT * (first - least):
-            return judged(f"{figure}; to {other:.3g} with adam(lr={rate:g})", "" if left <= 0.5 * first else "learning_rate")
+            cause = "maximizes" if maximizes else "" if left <= 0.5 * first else "learning_rate"
+            return judged(f"{figure}; to {other:.3g} with adam(lr={rate:g})", cause, sure=left > 0.9 * first)
     if line.left <= 0:
         raise Unjudged(f"{figure}: no time was left")
     size = max(
@@ -81,6 +85,8 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     )
     if size > LARGE_RMS:
         return judged(f"{figure}; the root mean square of the targets is {size:.3g}", "target_scale")
+    if known is None and left > 0.99 * first and left_by_adam < 0.5 * first:
+        return judged(f"{figure}; to {left_by_adam:.3g} with Adam", "maximizes" if maximizes else "learning_rate")
     if known is None and min(left, left_by_adam) < 0.9 * first:
         raise Unjudged(f"{figure}, {left_by_adam:.3g} with Adam; how far this loss can fall is not known")
     return judged(figure, "does_not_overfit")
@@ -138,6 +144,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     tokens = of_tokens(seen)
     if tokens == "same":
         return judged("each target is the token that the model is given at its own position", "targets_are_inputs")
+    if tokens == "next but one":
+        return judged("each target is the token two positions after the last that the model may read", "shifted_twice")
     if tokens == "next" and reads_its_target(training, seen):
         return judged("predictions of earlier tokens change with the last one that the model is given", "sees_its_targets")
     learns = done.get("overfitting")
@@ -149,6 +157,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     until, more = line.left * 0.6, ""
     arms: list[list[float]] = []
     moved = False
+    calls: list[LossCall] = []
     for shuffled in (None, torch.Generator().manual_seed(1)):
         watched = Watched(training.models, shuffle=shuffled)
         losses: list[float] = []
@@ -158,6 +167,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
                     batches.append(batch)
                     size += bytes_of(batch)
                 losses.append(loss_value(training.step(batch)))
+                if shuffled is not None and len(watched.losses) == 1 and watched.losses[0].name in ELEMENTWISE:
+                    calls = [*calls[-4:], watched.losses[0]]
                 watched.losses.clear()
                 line.say(f"learning from {'true' if shuffled is None else 'shuffled'} labels, step {len(losses)}")
                 more = ": give a larger budget_s" if line.left <= 0 or (shuffled is None and line.left < until) else more
@@ -190,10 +201,22 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
         return judged(f"the loss rises {rise}, even with the true labels", "rate_too_high", sure=False)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
     figure += f", after {samples} targets"
+    if calls and (times := _beside_constant(calls)) > NOT_EVEN_THE_MEAN:
+        raise Unjudged(f"{figure}: the loss is still {times:.2g} times that of the targets' mean: normalise the targets{more}")
     if samples >= needed / 3 and mean < 3 * error and max(mean, 0.0) + 2 * error < 0.05 * usual:
         lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if len(true) < steps else ""
         return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
     raise Unjudged(f"{figure}: too few to tell{more}")
+
+
+def _beside_constant(calls: list[LossCall]) -> float:
+    """The loss of these calls divided by that of the best constant, which is the mean of their targets, or their median."""
+    targets = [call.target.double().flatten(1) if call.target.ndim > 1 else call.target.double().flatten()[:, None] for call in calls]
+    rows = torch.cat(targets if len({part.shape[1] for part in targets}) == 1 else [part.flatten()[:, None] for part in targets])
+    best = rows.mean(0) if calls[0].name == "mse_loss" else rows.median(0).values
+    options = {name: value for name, value in calls[0].options.items() if name in ("delta", "beta")}
+    constant = LossCall(calls[0].name, best.expand_as(rows), rows, options).mean()
+    return statistics.fmean(call.mean() for call in calls) / (constant or math.inf)
 
 
 def _same_targets(seen: Seen) -> Check:

@@ -13,8 +13,8 @@ LEAK = 1e-4
 """Relative change of an output from which on it depends on another token or sample; rounding changes it by 1e-6."""
 
 
-def of_tokens(seen: Seen) -> Literal["same", "next", ""]:
-    """Whether the targets of the first loss are the model's own input tokens, the tokens one position later, or neither ("")."""
+def of_tokens(seen: Seen) -> Literal["same", "next", "next but one", ""]:
+    """Whether the targets of the first loss are the model's own input tokens, those one or two positions later, or others ("")."""
     tokens, call = _tokens(seen), seen.watched.losses[0]
     if tokens is None or call.name not in ("cross_entropy", "nll_loss") or call.target.is_floating_point():
         return ""
@@ -31,7 +31,9 @@ def of_tokens(seen: Seen) -> Literal["same", "next", ""]:
         return ""
     if target.shape == tokens.shape and equal(target, tokens, judged):
         return "same"
-    return "next" if equal(target[:, : length - 1], tokens[:, 1:], judged[:, : length - 1]) else ""
+    if equal(target[:, : length - 1], tokens[:, 1:], judged[:, : length - 1]):
+        return "next"
+    return "next but one" if equal(target[:, : length - 2], tokens[:, 2:], judged[:, : length - 2]) else ""
 
 
 def _tokens(seen: Seen) -> Tensor | None:

@@ -26,6 +26,7 @@ NOISE = {torch.randn, torch.randn_like, torch.normal, Tensor.normal_}
 """What a model calls to draw noise on purpose, as a variational autoencoder does."""
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, torch.bernoulli, torch.rand, torch.rand_like}
 RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6}
+NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def named_modules(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -52,6 +53,18 @@ class LossCall:
         options = {name: value for name, value in self.options.items() if name not in ("reduction", "size_average", "reduce")}
         return float(function(self.input.float(), self.target, reduction="mean", **options))
 
+    @property
+    def targets(self) -> int:
+        """Over how many targets it goes."""
+        ignored = self.options.get("ignore_index")
+        whole = self.target if self.name in ("cross_entropy", "nll_loss") else self.input
+        count = whole.numel()
+        if ignored is not None and not self.target.is_floating_point():
+            count = int((self.target != ignored).sum())
+        elif self.name == "cross_entropy" and self.target.is_floating_point():
+            count = len(self.target)
+        return count
+
 
 class Watched(TorchFunctionMode):
     """Inside, modules, losses and ReLUs are watched."""
@@ -72,6 +85,8 @@ class Watched(TorchFunctionMode):
         """Ids of those that returned something with a path to its parameters."""
         self.root: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """Arguments of the first call of the first model."""
+        self.scales: dict[str, tuple[float, float]] = {}
+        """Layer of torch that is given data → their root mean square and deviation; if it normalises them, those of its output."""
         self.shuffle = shuffle
         self.moved = False
         """Whether the shuffling has changed a target."""
@@ -110,6 +125,17 @@ class Watched(TorchFunctionMode):
             self._stack.pop()
         if any(tensor.requires_grad for tensor in tensors_of(output)):
             self.attached.add(id(module))
+        if (place := self._names.get(id(module))) and place not in self.scales and type(module).__module__.startswith("torch.nn."):
+            self._measure(place, module, args, output)
+
+    def _measure(self, place: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Measure what a layer is given, if no trained layer has made it, or if it is the first layer."""
+        weights = list(module.parameters(recurse=False))
+        data = [tensor for tensor in tensors_of(args[:1]) if tensor.is_floating_point() and tensor.numel() > 1]
+        trained = any(weight.requires_grad for weight in weights) and torch.is_grad_enabled()
+        if weights and data and not data[0].requires_grad and (trained or not self.scales):
+            used = (output if isinstance(module, NORMALISATIONS) else data[0]).detach().double()
+            self.scales[place] = float(used.square().mean().sqrt()), float(used.std())
 
     @property
     def place(self) -> str:
