@@ -17,7 +17,8 @@ import pytest
 import workbench as wb
 from tests.conftest import STEP, HandMade
 from workbench.core import run_directory
-from workbench.runs.compare import compare
+from workbench.core.statistics import Interval
+from workbench.runs.compare import _range_as_text, compare
 from workbench.runs.failure import RunError
 from workbench.runs.launch.resume import archive_attempt
 from workbench.runs.page import run_text
@@ -430,6 +431,9 @@ def test_a_comparison_says_what_is_within_the_noise_of_its_runs(by_hand: Make) -
     assert found.table.rows[0][-2] == "–"
     assert found.table.rows[1][-2].endswith("×, within noise")
     assert found.table.rows[2][-2].endswith("×")
+    assert _range_as_text((Interval(low=0.338, mid=0.5, high=0.65), False, "25 % quantile per step"), 0.892) == (
+        "0.338× … 0.650× by the 25 % quantile per step"
+    )
     assert "as in workbench what-changed" in str(found)
     frame = found.to_frame()
     assert list(frame["within_noise"]) == [None, True, False]

@@ -44,6 +44,8 @@ def test_weights_go_out_and_come_back(alone: Ranks, tmp_path: Path, parallel: st
     assert len(set(index["weight_map"].values())) > 2
     again = wb.import_weights(tied(), split)
     assert all(torch.equal(value, mine[name]) for name, value in again.state_dict().items())
+    with pytest.raises(ValueError, match=r"out2.safetensors': give the folder that the files are written into, such as '.*out2'"):
+        wb.export_weights(tmp_path, tmp_path / "out2.safetensors")
     with pytest.raises(ValueError, match="it has weights already; give another folder"):
         wb.export_weights(tmp_path, split)
     if parallel == "ddp":

@@ -78,7 +78,7 @@ class Comparison(display.Shown):
     def table(self) -> display.Table:
         """One row per run."""
         changes = self._changes
-        ranges = [units.MISSING, *map(_range_as_text, changes[1:])]
+        ranges = [units.MISSING, *map(_range_as_text, changes[1:], self.speedups[1:])]
         waits, computing = (self._sums(phases) for phases in (("data_wait",), ("forward", "backward", "optimizer")))
         rows = [
             [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up), left_open, loss]
@@ -159,10 +159,12 @@ def _loss_as_text(run: Run) -> str:
     return units.MISSING if loss is None else f"{loss:.4g}"
 
 
-def _range_as_text(change: tuple[Interval, bool, str] | None) -> str:
+def _range_as_text(change: tuple[Interval, bool, str] | None, speedup: float) -> str:
     if change is None:
         return "too few steps to tell"
-    return f"{units.times(change[0].low)} … {units.times(change[0].high)}{', within noise' * change[1]}"
+    span, noise, statistic = change
+    of = "" if speedup in span else f" by the {statistic}"  # the speedup beside it is of the mean
+    return f"{units.times(span.low)} … {units.times(span.high)}{of}{', within noise' * noise}"
 
 
 def last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:

@@ -27,6 +27,8 @@ from workbench.train.ranks import Ranks
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of the layout: all weights, or, beside several files, which has which."""
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
+"""Of the names of files: a folder with such a name would be taken for one."""
 FILE_BYTES = 5_000_000_000
 """Bytes of a file at most, as on the hub."""
 
@@ -59,13 +61,15 @@ def export_weights(
         format: "safetensors" or "dcp".
 
     Raises:
-        ValueError: the run has no checkpoint, or no averaged weights, or the folder has weights already.
+        ValueError: the run has no checkpoint, or no averaged weights, or the folder has weights already or the name of a file.
         DamagedRunError: no checkpoint is usable.
         ImportError: the package safetensors is missing.
     """
     choice("format", format, EXPORTED)
     save = _safetensors("export_weights").save_file if format == "safetensors" else None
     run_dir, folder = Path(run.path if isinstance(run, Run) else run), Path(path).expanduser()
+    if folder.suffix in SUFFIXES:
+        raise ValueError(f"path={str(path)!r}: give the folder that the files are written into, such as {str(folder.with_suffix(''))!r}")
     if any((folder / name).exists() for name in (ONE_FILE, INDEX, DCP_INDEX)):
         raise ValueError(f"path={str(path)!r}: it has weights already; give another folder")
     checkpoints = _readers(run_dir)

@@ -47,6 +47,18 @@ def without_first_broadcast() -> Iterator[dict[str, Any]]:
             setattr(distributed, name, call)
 
 
+class _WithAttributes(DistributedDataParallel):
+    """DistributedDataParallel with the attributes of its module, so that a loss may read `model.temperature` on any number of ranks."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not assigned yet
+                raise
+            return getattr(self.module, name)
+
+
 def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device, *, again: bool = False) -> nn.Module:
     """The module to call in place of `module`. Call it before the optimizer is built: parameters may be replaced.
 
@@ -78,7 +90,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
     threads = kind == "powersgd" and device.type == "cpu" and dist.get_backend(layout.data) == "gloo"  # with two buckets, both would wait
     broadcast: AbstractContextManager[dict[str, Any]] = without_first_broadcast() if again else contextlib.nullcontext({})
     with broadcast as without:
-        model = DistributedDataParallel(
+        model = _WithAttributes(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=ONE_BUCKET if threads else spec.bucket_cap_mb,

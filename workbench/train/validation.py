@@ -27,6 +27,7 @@ from workbench.runs.training_knobs import parse_evaluate
 from workbench.timeline.step_timer import StepTimer
 from workbench.train.loader import to_device, worker_init
 from workbench.train.preemption import start_workers
+from workbench.train.provenance import classes_of
 from workbench.train.random_numbers import random_state, restore_random_state
 from workbench.train.step_weights import weight_of
 from workbench.train.trainer import Trainer, evaluate, loss_of
@@ -91,8 +92,7 @@ class Evaluations:
             return {}
         each = [json.loads(part) for part in parts]
         seconds = [part.pop("seconds")[0] for part in each]
-        names = getattr(self._data, "classes", None)
-        figures = summary(each, [str(name) for name in names] if isinstance(names, list | tuple) else None)
+        figures = summary(each, classes_of(self._data))
         row = {"step": step, "steps": trainer.spec.steps, "seconds": seconds, **figures}
         writer = run_directory.LineWriter(self._path)
         writer.write([row])
