@@ -102,3 +102,10 @@ def test_classes_are_no_mask() -> None:
     assert "cross-entropy of the output and the batch's last part" in " ".join(wb.estimate_memory(Masked, batch, device="cpu").notes)
     assert "the output itself" in " ".join(wb.estimate_memory(Named, batch, device="cpu").notes)
     assert "mean of the output" in " ".join(wb.estimate_memory(Masked, (batch[0], torch.ones(2, 4)), device="cpu").notes)
+
+
+@pytest.mark.parametrize(("device", "noted"), [("cpu", True), ("H100", False)])
+def test_what_convolutions_on_a_cpu_take_inside_is_noted_as_left_out(device: str, noted: bool) -> None:
+    """The estimate of a small U-Net was 15 % below the measured peak, without a word."""
+    found = wb.estimate_memory(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), torch.randn(2, 3, 8, 8), device=device)
+    assert any("convolutions on the CPU: what oneDNN takes" in note for note in found.notes) is noted

@@ -139,7 +139,8 @@ class ProposedPlan(BatchPlan):
             return f"{speed}, predicted; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
         low, high = self.time_range or (gain.time, gain.time)
         verdict = "Worth it" if high < 1 else "Not worth it" if low >= 1 else "Not clear whether it is worth it"
-        between = f" ({' … '.join(map(units.times, self.time_range))}, by the interval of the noise scale)" if self.time_range else ""
+        ends = [*dict.fromkeys(map(units.times, self.time_range or ()))]
+        between = f" ({' … '.join(ends)}, by the interval of the noise scale)" if len(ends) > 1 else ""
         to_loss = f"{units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
         return f"{verdict}, by prediction: {speed}, {to_loss}{between}"
 

@@ -20,7 +20,7 @@ from workbench.core import units
 from workbench.core.progress import INTERRUPTED
 from workbench.core.system_load import LoadMeter, cpu_of_process, usable_cores
 from workbench.diagnosis.analysis.gap import gap_of
-from workbench.diagnosis.analysis.gap_evidence import MIN_FOREIGN, GapBlock, GapEvidence, Tail
+from workbench.diagnosis.analysis.gap_evidence import MIN_FOREIGN, GapBlock, GapEvidence, Rounds, Tail
 from workbench.diagnosis.measure.evidence import measure_gradients
 from workbench.harness import ablations
 from workbench.harness.batches import MAX_CACHED, CachedBatches, bytes_of, doubled
@@ -32,8 +32,9 @@ from workbench.harness.peers import Peers
 
 BLOCK_SECONDS = 0.3
 """Seconds of a block, about."""
-LEAST_ROUNDS, MOST_ROUNDS = 3, 12
-"""Rounds of all arms; the first for an interval at all, the last since more say little more."""
+LEAST_ROUNDS, MOST_ROUNDS, RARE_ROUNDS = 3, 12, 100
+"""Rounds of all arms; the first for an interval at all, the second since more say little more, unless there are rare long steps, which need
+many."""
 NARROW = 0.02
 """Width of the interval of the gap and of each part, as a fraction of the step, at which no more rounds are taken. Chosen: well below the
 share from which on a part is named."""
@@ -131,7 +132,7 @@ class _Arms:
             self.turn(backwards=rounds % 2 == 1, first=not rounds)
             rounds += 1
             spent = self.bench.tick()
-            if spent + 1.2 * (spent - began) > budget or rounds >= MOST_ROUNDS:
+            if spent + 1.2 * (spent - began) > budget or rounds >= (RARE_ROUNDS if self.rare() else MOST_ROUNDS):
                 break
             if rounds >= LEAST_ROUNDS and self.peers.agree(self.clear(), all):
                 break
@@ -171,6 +172,10 @@ class _Arms:
         """Is every part known closely enough?"""
         gap = gap_of(self.evidence(1, None, None))
         return all(part.seconds.width <= NARROW * gap.step.mid for part in gap.parts)
+
+    def rare(self) -> bool:
+        """Are there rare long steps? The same answer on all ranks."""
+        return bool(self.peers.agree(Rounds.of(self.evidence(1, None, None)).rare_count, max))
 
     def evidence(self, threads: int, gradients: Any, tail: Tail | None) -> GapEvidence:
         feed = self.feed

@@ -175,7 +175,11 @@ class AssumedValues:
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_grouped_mm", "_scaled_mm")
 """Operators that go to cuBLAS."""
 
-_RECURRENT = "recurrent layers on the CPU: what oneDNN keeps for their backward is not known, and taken as 0"
+_ON_CPU = {
+    "mkldnn_rnn_layer": "recurrent layers on the CPU: what oneDNN keeps for their backward is not known, and taken as 0",
+    "convolution": "convolutions on the CPU: what oneDNN takes inside them is not known, and left out; with several threads it is more",
+}
+"""Operator → a note on memory that oneDNN takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.assumed, self.values = AssumedValues(), KnownValues()
         self.captured = CapturedTensors(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
         self._workspace = gpu.workspace if gpu else 0
+        self._on_cpu = gpu is None
         self._handles: set[bool] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -226,8 +231,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if name == "equal":
             same = self.values.same(args[0], args[1])
             return self.assumed.same(args[0], args[1]) if same is None else same
-        if name == "mkldnn_rnn_layer" and _RECURRENT not in self.log.notes:
-            self.log.notes.append(_RECURRENT)
+        if self._on_cpu and (note := _ON_CPU.get(name)) and note not in self.log.notes:
+            self.log.notes.append(note)
         if self._workspace and name in _PRODUCTS:
             self._take_workspace()
         plainly = _AS_THEY_ARE.get(name, lambda func, args, kwargs: func(*args, **kwargs))
