@@ -531,7 +531,7 @@ def test_a_real_script_is_proved_unedited(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Reruns, "measure", some)
     proof = result.prove({"num_workers": 1}, budget_s=600)
-    assert "2 pairs of launches" in str(proof.notes)
+    assert "2 pairs of alternating launches" in str(proof.notes)
     assert proof.measured.mid > 1.3, "the samples are made while the step sleeps"
     assert (tmp_path / "train.py").read_text() == SCRIPT
 
