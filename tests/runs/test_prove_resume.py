@@ -371,6 +371,16 @@ def test_samples_and_losses_are_those_of_all_ranks(other: wb.RunSpec) -> None:
     assert nothing == ("", None, 0)  # a stream has no indices
 
 
+def test_losses_count_as_much_as_the_task_says() -> None:
+    """One rank had three times the targets of the other; in the last step one had none, and repeated its loss."""
+    mine, its = printed(ON_TWO, range(1, 5)), printed(ON_ONE, range(3, 5))
+    for (step, rank), row in mine.items():
+        row["count"] = (0.0 if step == 4 else 1.0) if rank else 3.0
+    for step, mean in ((3, 1.75), (4, 1.5)):
+        its[step, 0] |= {"value": mean, "count": 4.0}
+    assert prove_layout_resume.first_difference((ON_TWO, mine), (ON_ONE, its), 1e-4) == ("", None, 0)
+
+
 def test_a_state_that_is_not_restored_comes_before_what_follows_from_it() -> None:
     mine, its = printed(ON_TWO, range(1, 7)), printed(ON_ONE, range(4, 7))
     its[4, 0]["parts"]["optimizer"] = "lost"

@@ -69,6 +69,7 @@ def test_uneven_micro_batches_have_the_gradient_of_the_whole_batch(alone: Ranks)
     for batch in (next(batches), next(batches)):
         parts = list(zip(batch[0].split(6), batch[1].split(6), strict=True))  # of 6, 6 and 4
         assert several.step(parts).item() == pytest.approx(one.step([batch]).item(), rel=1e-5)
+        assert (several.counted, one.counted, usual.counted) == (16, 16, None)
         usual.step(parts)
         assert torch.allclose(weights(several.module), weights(one.module), atol=1e-6)
     assert not torch.allclose(weights(usual.module), weights(one.module), atol=1e-4)

@@ -106,6 +106,8 @@ class Fingerprints:
         self._parts["batch"] = self._batches.hexdigest()
         self._parts["loss"] = digest(loss)
         self._more["value"] = float(loss)
+        if (counted := self._trainer.counted) is not None:
+            self._more["count"] = float(counted)
         if self._own:
             self._parts["own gradients"] = digest(self._own)
         self._parts["gradients"] = digest({name: weight.grad for name, weight in self._trainer.module.named_parameters()})

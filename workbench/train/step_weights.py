@@ -38,6 +38,8 @@ class StepWeights:
         self._task, self._layout, self._device = task, layout, device
         self._usual = 2.0 ** math.ceil(math.log2(spec.global_batch // layout.readers.world_size))
         """What losses are divided by until the sum is known, a power of two: to multiply with it again is exact."""
+        self.counted = torch.zeros((), device=device)
+        """What the micro-batches of the last whole step counted on this rank."""
         self._counted = torch.zeros((), device=device)
         self._loss = torch.zeros((), device=device)
         self._known = torch.zeros((), device=device)
@@ -83,6 +85,7 @@ class StepWeights:
         total = self._loss + loss
         self._known = torch.where(self._counted == 0, self._known, total * (self._usual / self._counted))
         own = self._known - self._loss
+        self.counted = self._counted
         self._reduction, self._counted, self._loss = None, torch.zeros_like(self._counted), torch.zeros_like(self._loss)
         return own
 

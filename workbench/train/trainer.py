@@ -370,6 +370,11 @@ class Trainer:
             loss = loss_of(self.task, model, batch)
             return self._weights.scaled(loss, batch) if self._weights else loss / self.spec.accumulation
 
+    @property
+    def counted(self) -> Tensor | None:
+        """What the samples of the last step counted on this rank; None without `Task.weight`."""
+        return self._weights.counted if self._weights else None
+
     def divisor(self, batches: Sequence[Any]) -> float:
         """What the sum of the `forward` of some micro-batches is divided by to get the mean of their loss; 1 for those of a step."""
         return self._weights.divisor(batches) if self._weights else len(batches) / self.spec.accumulation

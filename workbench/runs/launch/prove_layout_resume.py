@@ -213,8 +213,11 @@ def _samples(spec: RunSpec, rows: Rows, step: int) -> int | None:
 
 
 def _loss(spec: RunSpec, rows: Rows, step: int) -> float:
-    """The mean over all samples of a step."""
-    return math.fsum(float(rows[step, rank]["value"]) for rank in range(spec.world_size)) / spec.world_size
+    """The mean over all samples of a step, or over all that these count (`Task.weight`)."""
+    of_ranks = [rows[step, rank] for rank in range(spec.world_size)]
+    counts = [float(row.get("count", 1.0)) for row in of_ranks]
+    total = math.fsum(float(row["value"]) * count for row, count in zip(of_ranks, counts, strict=True))
+    return total / (math.fsum(counts) or 1.0)
 
 
 def distance(one: Path, other: Path) -> float:

@@ -459,7 +459,7 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> tuple[str,
     Also the number of steps of resumed launches before that which are the same.
     """
     equal = 0
-    expected, fresh, *resumed = ([*LineTail(path / FINGERPRINTS / "rank0-1.jsonl").read()] for path in (undisturbed, *attempts))
+    expected, fresh, *resumed = map(_trained, (undisturbed, *attempts))
     places = {row["weights"]: number for number, row in reversed([*enumerate(expected)])}
     same = [item for item in ITEMS if not fresh or fresh[0].get(item) == expected[0].get(item)]  # both began anew: a seed may lack
     for rows in filter(None, resumed):
@@ -485,6 +485,12 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> tuple[str,
             "where it ends; a gradient scaler that is not restored skips other steps, too"
         )
     return number, equal
+
+
+def _trained(launch: Path) -> list[Any]:
+    """The rows of a launch from its first training step on: before that, torch's `get_state_dict` takes one to create the states."""
+    rows = [*LineTail(launch / FINGERPRINTS / "rank0-1.jsonl").read()]
+    return rows[next((number for number, row in enumerate(rows) if "samples" in row), 0) :]
 
 
 def _differing(expected: Mapping[str, Any], out: Path, result: str) -> tuple[Entry, ...]:
