@@ -61,6 +61,18 @@ def test_nccl_has_a_recorder_of_its_own_beside_that_of_the_other_backends(monkey
     assert flight_recorder.members() == {"0": [0, 1], "0 (nccl)": [0, 1]}
 
 
+def test_a_rank_outside_a_group_knows_its_own_groups_and_counts_them_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a group of other ranks under -100, without a name, and counts groups by an id of each process."""
+    world = types.SimpleNamespace(pg_names={"a": "0", "c": "2"}, pg_group_ranks={"a": {0: 0, 1: 1, 2: 2}, -100: {0: 0, 1: 1}, "c": {2: 0}})
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", types.SimpleNamespace(_world=world))
+    assert flight_recorder.members() == {"0": [0, 1, 2], "2": [2], "0 (nccl)": [0, 1, 2], "2 (nccl)": [2]}
+    rows = [ENTRY | {"pg_id": 0}, ENTRY | {"pg_id": 1, "process_group": ("2", "undefined")}]
+    dumped = pickle.dumps({"pg_status": {"1": {"last_enqueued_collective": 25}}, "entries": rows})
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", types.SimpleNamespace(_dump_fr_trace=lambda *_: dumped))
+    assert flight_recorder.numbers() == {"1": 25}
+    assert flight_recorder.by_name({"0": 100, "1": 25, "7": 3}) == {"0": 100, "2": 25, "(7)": 3}
+
+
 def test_this_torch_has_a_recorder() -> None:
     import torch.distributed
 

@@ -266,6 +266,31 @@ def test_a_subgroup_waits_for_its_member_that_is_elsewhere() -> None:
     assert "of group 5" in str(said)
 
 
+@pytest.mark.parametrize("members", [[2, 3], [1, 2, 3]])
+def test_the_rank_that_skips_a_call_of_its_subgroup_is_named(members: list[int]) -> None:
+    """It waits in the next call of all ranks; those of its group wait for it, and the others for these."""
+    groups = {"0": [0, 1, 2, 3], "5": members}
+
+    def of(rank: int) -> dict[str, Any]:
+        rows = []
+        for step in range(12):
+            rows.append(row(2 * step + 1, sizes=[[7]]))
+            if rank in members and not (step == 11 and rank == 3):
+                rows.append(row(step + 1, group="5", sizes=[[5]]))
+            rows.append(row(2 * step + 2, sizes=[[3]]))
+        if rank in members and rank != 3:
+            rows.pop()  # it waits in its group
+        rows[-1]["pending"] = True
+        numbers = {"0": max(entry["number"] for entry in rows if entry["group"] == "0"), "5": 11 + (rank != 3)}
+        return report(rank, call("all_reduce"), collectives=rows, numbers=numbers, groups=groups)
+
+    said = judge({rank: of(rank) for rank in range(4)}, 4)
+
+    assert said
+    assert said.rank == 3
+    assert "in all_reduce number 24 ([3] Float)" in str(said)
+
+
 def test_ranks_that_wait_for_each_other_are_told_apart_by_what_followed_before() -> None:
     usual = [row(n, ("all_reduce", "broadcast")[n % 2]) for n in range(400, 412)]
     reports = {

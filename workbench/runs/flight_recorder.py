@@ -52,7 +52,7 @@ def why_missing() -> str:
 
 
 def numbers() -> dict[str, int]:
-    """Process group → collectives called so far. Takes some microseconds, and touches no process group."""
+    """Process group, by its id in this process → collectives called so far. Takes some microseconds, and touches no process group."""
     try:
         dumped = _dump(False, False, False)
         return {
@@ -64,12 +64,24 @@ def numbers() -> dict[str, int]:
         return {}
 
 
+def by_name(counts: Mapping[str, int]) -> dict[str, int]:
+    """What `numbers` gives by the names of groups, which all ranks share; a group of which no call is recorded has its id in brackets."""
+    names: dict[str, str] = {}
+    with contextlib.suppress(Exception):
+        for mark, of_backend in _dump(True, False, False).items():
+            for entry in of_backend.get("entries") or []:
+                name = str(entry["process_group"][0])
+                names[f"{entry.get('pg_id', name)}{mark}"] = name + mark
+    return {names.get(group, f"({group})"): count for group, count in counts.items()} if names else dict(counts)
+
+
 def members() -> dict[str, list[int]]:
     """Process group → its ranks. For a rank that makes no progress: it holds the groups for a moment, while they could be destroyed."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         world = c10d._world  # type: ignore[union-attr]
-        groups = {str(world.pg_names[group]): sorted(map(int, ranks)) for group, ranks in list(world.pg_group_ranks.items())}
+        known = list(world.pg_group_ranks.items())  # those of other ranks have no name here
+        groups = {str(world.pg_names[group]): sorted(map(int, ranks)) for group, ranks in known if group in world.pg_names}
         return {name + mark: ranks for mark in ("", NCCL) for name, ranks in groups.items()}
     except Exception:
         return {}

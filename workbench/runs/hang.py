@@ -325,19 +325,24 @@ def _waits_for(rank: int, act: _Act, acts: Mapping[int, _Act], live: Mapping[int
 def _odd_one_out(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]], for_whom: Mapping[int, set[int]]) -> int:
     """Of ranks that wait for each other, the one that took another branch: it does what fewest do, or what did not follow before."""
     places = Counter(act.what for rank, act in acts.items() if for_whom[rank])
-    rare = min(places.values())
-    some = [rank for rank, act in acts.items() if for_whom[rank] and places[act.what] == rare]
-    return min(some, key=lambda rank: (not _unusual(live[rank], acts[rank].collective), not acts[rank].planned, -rank))
+    circle = [rank for rank in acts if for_whom[rank]]
+    unusual = {rank for rank in circle if _unusual(live[rank], acts[rank].collective)}
+    if len(unusual) == 1:
+        return unusual.pop()
+    some = [rank for rank in circle if places[acts[rank].what] == min(places.values())]
+    return min(some, key=lambda rank: (rank not in unusual, not acts[rank].planned, -rank))
 
 
 def _unusual(report: Mapping[str, Any], called: Mapping[str, Any] | None) -> bool:
-    """Is this collective another than the one that followed the same predecessors before?"""
+    """Is this collective another than the one that followed the same predecessors before, in its group or in all groups together?"""
     if called is None or called["number"] is None:
         return False
-    rows = [row for row in report["collectives"] if row["group"] == called["group"] and row["number"] is not None]
-    keys = [(row["op"], row["sizes"], row["dtype"]) for row in rows]
-    usual = usual_follower(keys)
-    return usual is not None and usual[0] != keys[-1]
+    rows = [row for row in report["collectives"] if row["number"] is not None]
+    for some in ([row for row in rows if row["group"] == called["group"]], rows):
+        keys = [(row["group"], row["op"], row["sizes"], row["dtype"]) for row in some]
+        if (usual := usual_follower(keys)) and usual[0] != keys[-1]:
+            return True
+    return False
 
 
 def usual_follower(calls: Sequence[Any]) -> tuple[Any, int] | None:

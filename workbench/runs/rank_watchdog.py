@@ -147,7 +147,7 @@ class RankWatchdog:
             "quiet": quiet,
             "usual": self._gaps[0],
             "steps": self._count[0],
-            "numbers": self._count[1],
+            "numbers": flight_recorder.by_name(self._count[1]),
             "works": works,
             "repeats": repeats,
             "idle": self._idle,
