@@ -41,7 +41,8 @@ MORE_STEPS = f"Record more steps, while the machine is quiet, or find out by exp
 TO_LEARN_MORE = {
     "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
     "not enough was tried": "Diagnose again with a larger budget_s.",
-    UNMARKED: f"Let the loop be measured, for batch in wb.watch(batches, model=model): …, and diagnose it again. Or {EXPERIMENT}",
+    UNMARKED: f"Let the loop be measured, for batch in wb.watch(batches, model=model): …, and diagnose it again. Or {EXPERIMENT} "
+    "Where a function gives the batches: docs, how-to/training-loops.",
     HIDDEN_REDUCTION: f"Find out by experiment. {EXPERIMENT}",
 }
 """Cause of an inconclusive verdict → what to do; the rest: QUIETER, and a larger budget only where it was used up."""
