@@ -83,7 +83,10 @@ def test_other_modes_load_the_same_and_say_that_the_training_is_another(
     assert torch.equal(whole(again.module), weights(ddp.module))
     capsys.readouterr()
     resumed(alone, here, made(alone, parallel="fsdp", micro_batch=4))
-    assert "; a step takes 4 samples now, and took 8: the epoch goes on with the samples it has left" in capsys.readouterr().out
+    assert (
+        "; a step takes 4 samples now, and took 8: the epoch goes on with the samples it has left, a stream after as many"
+        in capsys.readouterr().out
+    )
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -1,6 +1,8 @@
 """An order of samples that begins within an epoch gives what the whole one gives from there on, augmentation of workers included."""
 
+import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from workbench.data.resumable_sampler import SampleIndex
+from workbench.train import loader as train_loader
 from workbench.train.loader import micro_batches
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SampleOrder, SeededBatches, StepSamples, go_on, position_of
@@ -101,6 +104,34 @@ def test_a_training_goes_on_with_the_rest_of_the_epoch_on_other_ranks_and_batche
     more = trained_on([(4, 2, 6), (2, 3, 2)], samples=101)  # 96 of the epoch, then the next: 5 are not enough for a step of 12
     assert len(set(more[:96])) == 96
     assert len(set(more[96:])) == 24
+
+
+class Turns(IterableDataset[int]):
+    """A stream whose samples the ranks take in turns."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 400, self.ranks))
+
+
+def test_a_stream_goes_on_after_as_many_samples_on_other_ranks_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_loader, "_check_parts_differ", lambda batch, ranks: None)  # which waits for other processes
+    state: dict[str, Any] = {}
+    done, seen = 0, list[int]()
+    for ranks, size, steps in ((2, 8, 5), (1, 8, 3), (1, 4, 2), (4, 2, 1), (3, 8, 1)):
+        for rank in range(ranks):
+            loader: DataLoader[Any] = DataLoader(Turns(rank, ranks), size, drop_last=True)
+            go_on(loader, state)
+            here = Ranks(rank=rank, world_size=ranks, device=torch.device("cpu"), store=HashStore())
+            given = itertools.islice(micro_batches(loader, 2, here, done), 2 * steps)
+            seen += [int(index) for batch in given for index in batch]
+        done += steps
+        state = {"step": done, "position": position_of(loader, done, ranks * size * 2)}
+    whole = 160 + 48 + 16 + 16
+    assert sorted(seen[:whole]) == list(range(whole))
+    assert sorted(seen[whole:]) == list(range(whole, whole + 48))
 
 
 def batches(dataset: Dataset[Any], start: int, workers: int, persistent: bool = False) -> list[torch.Tensor]:

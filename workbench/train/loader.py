@@ -16,7 +16,7 @@ from workbench.runs.task import Task, TaskError, built
 from workbench.timeline.reading import FirstBatches
 from workbench.train.preemption import spare_worker, start_workers
 from workbench.train.ranks import Ranks, choose_device
-from workbench.train.sample_order import SampleOrder, SeededBatches
+from workbench.train.sample_order import SampleOrder, SeededBatches, read_of_stream
 
 
 def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoader[Any]":
@@ -124,6 +124,8 @@ def micro_batches(
     order = loader.sampler if whole and loader.batch_size and isinstance(loader.sampler, SampleOrder) else None
     per_step = accumulation * int(loader.batch_size or 1) * ranks.world_size
     begin = 0
+    if stream:
+        left_out = read_of_stream(loader, done, per_step) * accumulation // per_step
     if order:
         (first, begin), left_out = order.after(done, per_step), 0
     if ready and not left_out:

@@ -277,7 +277,10 @@ def changed_layout(spec: RunSpec, before: Mapping[str, Any] | None) -> str:
     samples = before["micro_batch"] * before["accumulation"] * ranks
     order = ""
     if samples != spec.global_batch:
-        order = f"; a step takes {spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left"
+        order = (
+            f"; a step takes {spec.global_batch} samples now, and took {samples}: the epoch goes on with the samples it has left, a stream "
+            "after as many samples as it had given"
+        )
     return (
         f"it goes on with {changes}: weights, optimizer and schedule are those of the checkpoint; random numbers begin anew, and sums are "
         f"added in another order, so the further training is not bit for bit that of before{order}"

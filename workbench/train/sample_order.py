@@ -7,10 +7,13 @@ On other ranks, or with other batches, it gets the samples of the epoch that are
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from workbench.data.resumable_sampler import ResumableSampler, SampleIndex
 from workbench.train.random_numbers import mixed_seed, seed_all
+
+_STREAM = "_began_after"
+"""Attribute of a loader of a stream: (step, samples) where this layout of ranks and batches began."""
 
 
 class SampleOrder(ResumableSampler):
@@ -60,12 +63,25 @@ def go_on(loader: "DataLoader[Any]", state: Mapping[str, Any]) -> None:
 
     A checkpoint of an earlier workbench has no position: its steps count as of these ranks and batches.
     """
-    if (position := state.get("position")) and isinstance(loader.sampler, SampleOrder):
-        loader.sampler.origin = int(state["step"]), int(position["epoch"]), int(position["consumed"])
+    if not (position := state.get("position")):
+        return
+    step, consumed = int(state["step"]), int(position["consumed"])
+    if isinstance(loader.sampler, SampleOrder):
+        loader.sampler.origin = step, int(position["epoch"]), consumed
+    elif isinstance(loader.dataset, IterableDataset):
+        vars(loader)[_STREAM] = step, consumed
+
+
+def read_of_stream(loader: "DataLoader[Any]", step: int, per_step: int) -> int:
+    """Samples that all ranks have read of a stream, in all epochs, after some steps: see `SampleOrder.after`."""
+    begun, consumed = vars(loader).get(_STREAM, (0, 0))
+    return int(consumed + (step - begun) * per_step)
 
 
 def position_of(loader: "DataLoader[Any]", step: int, per_step: int) -> dict[str, int] | None:
-    """What a checkpoint keeps of a loader's place after some steps: `epoch` and `consumed`; None = it has no such order."""
+    """What a checkpoint keeps of a loader's place after some steps: `epoch` and `consumed`, of a stream without `epoch`; None = nothing."""
+    if isinstance(loader.dataset, IterableDataset):
+        return {"consumed": read_of_stream(loader, step, per_step)}
     if not isinstance(loader.sampler, SampleOrder):
         return None
     begun, epoch, consumed = loader.sampler.origin
