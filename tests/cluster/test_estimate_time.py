@@ -108,6 +108,24 @@ def test_a_slow_host_is_as_slow_for_other_batches_whether_or_not_it_is_the_launc
         assert larger.seconds.mid == pytest.approx(seconds)
 
 
+def test_another_step_of_a_wait_that_neither_kernels_nor_launches_explain_may_wait_as_long_or_in_proportion() -> None:
+    """By hand: 1,001 operators of about 20 ms at the datasheet's rates; 80 ms more are slow kernels, or a wait for data."""
+    kernels = dataclasses.replace(ADD, bytes=2e-2 * 3.35e12 * SHARES["memory"].mid / 1000, calls=1000)
+    twice = dataclasses.replace(kernels, bytes=2 * kernels.bytes)
+    fast, usual = step(kernels).seconds, step(twice).seconds
+    host = step(twice, calibration=step(kernels).calibrate(1000 * SLOWEST_LAUNCH).calibration, title="twice").seconds
+    known = step(kernels).calibrate(0.101)
+    larger = checked_calibration(step(twice, samples=32, title="twice"), known.calibration)
+    assert known.seconds.high < 1.1 * 0.101  # it is the very step
+    assert larger.seconds.mid == pytest.approx(0.101 * usual.mid / fast.mid)
+    assert larger.seconds.low < usual.mid + 0.101 - fast.mid < host.high  # 1 ms more does not change what is told altogether
+    smaller = checked_calibration(step(dataclasses.replace(kernels, bytes=kernels.bytes / 2), title="half"), known.calibration).seconds
+    assert smaller.low < 0.5 * 0.101 < 0.09 < smaller.high
+    assert "waited for something else, too, such as data, or its kernels" in known.notes[-1]
+    assert larger.notes == known.notes
+    assert not step(kernels).calibrate(0.02).notes
+
+
 def test_seconds_that_no_step_can_take_are_refused() -> None:
     """280 kernels that move 154 MB, in 10 µs or in eleven days."""
     bare = step(dataclasses.replace(ADD, bytes=154e6 / 280, calls=280), dataclasses.replace(MM, flops=1e6, bytes=0, calls=1))

@@ -58,10 +58,22 @@ class TimeCalibration(JsonDataclass):
     """Kind of operator → its own factor, where a trace tells kinds apart; `factor` is that of all others."""
     compiled: bool = False
     """Was the measured step compiled? Compiling fuses, so that its level is not that of eager steps."""
+    wait: float = 0.0
+    """Seconds of the measured step that neither kernels at the datasheet's rates nor the host explain."""
 
     def of(self, kind: str) -> float:
         """The factor of a kind of operator."""
         return self.factors.get(kind, self.factor)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the measured step may have waited for beside its launches."""
+        if not (self.wait or (self.host_bound and self.host > SLOWEST_LAUNCH)):
+            return ()
+        most = f"launching takes {units.seconds(SLOWEST_LAUNCH)} an operator at most"
+        waited = f"{most}: the measured step waited for something else, too, such as data"
+        slow = ", or its kernels are far slower than by the datasheet. The interval of another step spans both: time it without its loader"
+        return (waited + f"{slow}, or give a trace" * bool(self.wait),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +195,11 @@ class StepTime(display.Shown, JsonDataclass):
         if known is None or (known.host_bound and not self._is_measured):
             return Interval(low=low, mid=mid, high=high)
         width = SAME if self._is_measured else OTHER + distance(self.mix, known.mix)
-        return Interval(low=mid / (1 + width), mid=mid, high=mid * (1 + width))
+        ends = [mid / (1 + width), mid * (1 + width)]
+        if known.wait and not self._is_measured:  # perhaps it waits as long, however large the batch
+            usual = replace(self, calibration=replace(known, factor=1.0, wait=0.0)).with_exposed().seconds
+            ends += [usual.low + known.wait, usual.high + known.wait]
+        return Interval(low=min(ends), mid=mid, high=max(ends))
 
     @property
     def samples_per_sec(self) -> Interval:
@@ -251,11 +267,10 @@ class StepTime(display.Shown, JsonDataclass):
                 f"measured={units.seconds(seconds)}: a step of {self.title} on {self.device.name} may take {units.seconds(low)} … "
                 f"{units.seconds(high)}, with its {calls:,.0f} operators. {way}"
             )
-        parts = bare.computing()
-        level = sum(parts.values())
+        level = sum((parts := bare.computing()).values())
         told = _told_apart(parts, measured_kinds(measured))
-        no_kernel = sum(bare.computing("high").values()) < left <= SLOWEST_LAUNCH * calls and self.device.name != CPU.name
-        host_bound = not told and left >= level and (bare.gaps() > 0 or no_kernel)
+        no_kernel = sum(bare.computing("high").values()) < left and self.device.name != CPU.name and not told
+        host_bound = not told and left >= level and (bare.gaps() > 0 or (no_kernel and left <= SLOWEST_LAUNCH * calls))
         factor, waits = 1.0 if host_bound else left / level, host_bound
         if told:
             factor = sum(told[kind] * parts[kind] for kind in told) / sum(parts[kind] for kind in told)
@@ -275,13 +290,9 @@ class StepTime(display.Shown, JsonDataclass):
             host_bound=host_bound,
             factors=told,
             compiled=self.compiled,
+            wait=left - level if no_kernel and not host_bound else 0.0,
         )
-        slow = (
-            f"the host took {units.seconds(known.host)} for each of {calls:,.0f} operators, where launching one takes "
-            f"{units.seconds(SLOWEST_LAUNCH)} at most: the measured step waited for something else, too, such as data"
-        )
-        notes = (*self.notes, slow) if host_bound and known.host > SLOWEST_LAUNCH else self.notes
-        return replace(self, calibration=known, notes=notes).with_exposed()
+        return checked_calibration(self, known)
 
     @property
     def possible(self) -> tuple[float, float]:
@@ -486,4 +497,4 @@ def checked_calibration(step: StepTime, known: TimeCalibration) -> StepTime:
             f"{step.title} spends {units.percent(apart)} of its time on other kinds of operators than {known.program}, which was measured: "
             f"most of all {KINDS[most]}. Measure one step of a program like it on {known.device}, and give its calibration"
         )
-    return replace(step, calibration=known).with_exposed()
+    return replace(step, calibration=known, notes=(*step.notes, *known.notes)).with_exposed()
