@@ -174,8 +174,13 @@ def diverge(
         trainings = [(RunSpec(task=each.name or "task"), each) if isinstance(each, Task) else (each, resolve(each.task)) for each in given]
 
         launched: dict[int, Any] = {}
+        alike = len({spec.accumulation for spec, _ in trainings}) == 1  # else what a module gives of a micro-batch has no counterpart
 
         def run(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
+            entries = recorded(which, double, steps, enough)
+            return entries if alike else [entry for entry in entries if entry.kind not in ("operator", "module")]
+
+        def recorded(which: int, double: bool, steps: int, enough: Callable[[], bool]) -> Any:
             spec, task = trainings[which]
             if spec.world_size == 1 and spec.parallel == "ddp":
                 in_time(double)

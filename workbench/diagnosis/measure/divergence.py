@@ -164,10 +164,17 @@ def doubled(batch: Any) -> Any:
     return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
 
 
+NOT_JOINED = torch.ones((1,) * 9)
+"""Stands for tensors that cannot be joined, so that the others keep their places; nothing else has its shape."""
+
+
 def joined(batches: Sequence[Any]) -> list[Tensor]:
-    """The tensors of several micro-batches, joined."""
-    columns = zip(*(tensors_of(batch) for batch in batches), strict=False)
-    return [torch.cat(column) for column in columns if column[0].ndim and len({tensor.shape[1:] for tensor in column}) == 1]
+    """The tensors of several micro-batches, each with its like of the others; NOT_JOINED where their samples have different shapes."""
+
+    def one(column: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(column) if column[0].ndim and len({tensor.shape[1:] for tensor in column}) == 1 else NOT_JOINED
+
+    return [one(column) for column in zip(*(tensors_of(batch) for batch in batches), strict=False)]
 
 
 WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}

@@ -49,6 +49,21 @@ class RanksRecorder:
         yield
         self._forward = before
 
+    def alike(self, *described: Any) -> bool:
+        """Is the same true of all data-parallel ranks? A collective, which no rank may leave out."""
+        if self._readers.world_size == 1:
+            return True
+        others: list[Any] = [None] * self._readers.world_size
+        dist.all_gather_object(others, described, group=self._group)
+        return all(other == described for other in others)
+
+    def whole_batch(self, batch: Any) -> list[Tensor]:
+        """The tensors of a batch, whole; none where they have other shapes on other ranks, such as by padding."""
+        tensors = tensors_of(batch)
+        if not self.alike([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]):
+            return []
+        return [self.whole(tensor) if tensor.ndim else tensor for tensor in tensors]
+
     def whole(self, tensor: Tensor) -> Tensor:
         """What all data-parallel ranks have of a tensor of samples, in the order of one process: a sampler deals them out in turn."""
         if self._readers.world_size == 1:
@@ -91,7 +106,9 @@ class RanksRecorder:
                 return
             name = names[id(module)]
             given = [full_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors_of(output)]
-            rows = [self.whole(tensor) for tensor in given if tensor.ndim and len(tensor) == self.samples and tensor.is_floating_point()]
+            rows = [tensor for tensor in given if tensor.ndim and len(tensor) == self.samples and tensor.is_floating_point()]
+            alike = self.alike(name, [tuple(tensor.shape) for tensor in rows])
+            rows = [self.whole(tensor) for tensor in rows] if alike else []
             self._calls[name] += 1
             self.add("module", (self.step, "output", name, self._calls[name]), "forward", name, rows)
 
@@ -117,7 +134,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                 recorder.begin(step)
                 taken = [next(batches) for _ in range(spec.accumulation)]
                 taken = [doubled(batch) for batch in taken] if double else taken
-                columns = [[recorder.whole(tensor) if tensor.ndim else tensor for tensor in tensors_of(batch)] for batch in taken]
+                columns = [recorder.whole_batch(batch) for batch in taken]
                 recorder.value("start", "the batch", *joined(columns))
                 total: Any = 0.0
                 for left, batch in zip(reversed(range(len(taken))), taken, strict=True):
