@@ -247,15 +247,15 @@ def named(model: str, poll: float | None = None, checked: bool | None = None) ->
     return versions_of(workload_of(model), TRAINER, poll, checked, efficiency_of(OTHER.device, "amp_bf16"))
 
 
-def versions(rows: tuple[Found, ...], nap: float = max(TRAINER.polls)) -> dict[Found, dict[str, Interval]]:
-    """Seconds of each row as planned, and as each known version of its trainer takes them: with naps, with checks, and with both."""
+def versions(rows: tuple[Found, ...], poll: float = max(TRAINER.polls)) -> dict[Found, dict[str, Interval]]:
+    """Seconds of each row as planned, and as each known version of its trainer takes them: with polling, with checks, and with both."""
     found: dict[Found, dict[str, Interval]] = {one: {} for one in rows}
     for model in sorted({one.model for one in rows}):
         mine = tuple(one for one in rows if one.model == model)
-        for name, naps, checks in (("as planned", 0.0, False), ("naps", nap, False), ("checks", 0.0, True), ("both", nap, True)):
-            workload = replace(workload_of(model), poll=naps, checked=checks)
+        for name, sleep, checks in (("as planned", 0.0, False), ("polling", poll, False), ("checks", 0.0, True), ("both", poll, True)):
+            workload = replace(workload_of(model), poll=sleep, checked=checks)
             for one, span in zip(mine, ranges(workload, layouts_of(mine), OTHER, OTHER_PEAK), strict=True):
-                if not ((naps and one.pipeline == 1) or (checks and one.gpus <= 8)):
+                if not ((sleep and one.pipeline == 1) or (checks and one.gpus <= 8)):
                     found[one][name] = span
     return found
 
@@ -279,7 +279,7 @@ def by_name(said: Mapping[Found, Mapping[str, Interval]]) -> tuple[float, float,
     return covered, statistics.median(high / low for _, low, high in ends), statistics.median(errors)
 
 
-OTHERWISE = (("as planned", "as planned"), ("naps", "as planned"), ("checks", "as planned"), ("both", "checks"))
+OTHERWISE = (("as planned", "as planned"), ("polling", "as planned"), ("checks", "as planned"), ("both", "checks"))
 """Version → what it comes to where there is no pipeline; on a single node nothing is checked."""
 
 
@@ -582,11 +582,12 @@ def print_versions() -> None:
     for gpus in (8, 16, 32, 64, 128, 256, 512):
         some = {one: spans for one, spans in said.items() if one.gpus == gpus}
         print(f"  {gpus} GPUs: inside the range of a version {explained(some):.3f}, nearest {Counter(nearest[one] for one in some)}")
-    for name in ("as planned", "naps", "checks", "both"):
+    for name in ("as planned", "polling", "checks", "both"):
         errors = [abs(said[one][name].mid / one.seconds - 1) for one in said if nearest[one] == name]
         print(f"  nearest {name}: {len(errors)}, error {statistics.median(errors):.3f}")
     print(
-        "  inside that of a version: " + ", ".join(f"naps of {nap} s {explained(versions(tried(), nap)):.3f}" for nap in (0.05, 0.1, 0.2))
+        "  inside that of a version: "
+        + ", ".join(f"sleeps of {poll} s {explained(versions(tried(), poll)):.3f}" for poll in (0.05, 0.1, 0.2))
     )
     for title, slower in (("near", 2.0), ("all that ran", math.inf)):
         few = {one: spans for one, spans in said.items() if one in tried(slower)}

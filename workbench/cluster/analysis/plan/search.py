@@ -437,7 +437,7 @@ def _fitted(
 ) -> tuple[float, tuple[float, float, float]]:
     """How unlikely the likeliest level of a version is (twice the negative logarithm), and its places of kernels, messages and host.
 
-    A grid of levels around the likeliest of a coarser one: naps make stairs, on which no slope leads down.
+    A grid of levels around the likeliest of a coarser one: sleeps make stairs, on which no slope leads down.
 
     Args:
         search: of the model and cluster.

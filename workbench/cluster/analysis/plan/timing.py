@@ -82,7 +82,7 @@ class HardwareRates:
             host: seconds in which the host launches an operator.
             latency_factors: factor by which the links' latency is multiplied, inside nodes and between them.
             message: seconds of a small message between hosts.
-            late: naps by which a pass of a polling stage is longer.
+            late: sleeps by which a pass of a polling stage is longer.
         """
         shares = links if isinstance(links, tuple) else (links, links)
         pairs = zip((cluster.intra, cluster.inter), shares, latency_factors, strict=True)
@@ -272,8 +272,8 @@ def _waits(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node:
     """Seconds by which a step takes longer where stages of a pipeline poll for messages, or PyTorch checks collectives.
 
     A stage sleeps at least once for each polled message, since it looks right after it has begun. Meanwhile it launches nothing, so that
-    its forward takes whole naps, and its backward, too; the first nap of each is that of a message. While the pipeline fills and drains,
-    its stages sleep one after the other, but for the two messages that the naps of the stage with most of them hold already.
+    its forward takes whole sleeps, and its backward, too; the first sleep of each is that of a message. While the pipeline fills and drains,
+    its stages sleep one after the other, but for the two messages that the sleeps of the stage with most of them hold already.
 
     Args:
         workload: what is trained, with its layers and sizes.
@@ -295,10 +295,10 @@ def _waits(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node:
         return waits
     working = busy / pieces + checked
     whole = np.ceil(working / 3 / workload.poll) + np.ceil(working * 2 / 3 / workload.poll)
-    beside = np.where(p == 2, 1, 2) * workload.polled - 2  # naps in which nothing is computed
+    beside = np.where(p == 2, 1, 2) * workload.polled - 2  # sleeps in which nothing is computed
     filling = np.maximum(0, p - 3) * (workload.polled - 2 + whole) + np.minimum(2, p - 1) * (whole - 2)
-    naps = pieces * (beside + whole + 2 * max(0, rates.late)) + (filling if rates.late >= 0 else 0.0)
-    polling = workload.poll * naps + pieces * (launched / chunks + checked) + once - busy * (1 + (p - 1) / pieces)
+    sleeps = pieces * (beside + whole + 2 * max(0, rates.late)) + (filling if rates.late >= 0 else 0.0)
+    polling = workload.poll * sleeps + pieces * (launched / chunks + checked) + once - busy * (1 + (p - 1) / pieces)
     return np.where(p > 1, polling, waits)
 
 
