@@ -125,12 +125,12 @@ def test_published_steps_that_waited_for_their_trainer_are_told_by_its_code(real
     plans = reality.reality_layouts
     said = plans.versions(plans.tried())
     assert plans.explained(said) >= 0.95
-    assert max(plans.explained(plans.versions(plans.tried(), nap)) for nap in (0.05, 0.2)) < 0.83  # naps of another length explain fewer
+    assert max(plans.explained(plans.versions(plans.tried(), poll)) for poll in (0.05, 0.2)) < 0.83  # other sleeps explain fewer
     assert all(list(said[one]) == ["as planned"] for one in said if one.gpus <= 8 and one.pipeline == 1)
     slow = next(one for one in said if (one.model, one.gpus, one.tensor, one.pipeline, one.micro_batch) == ("80B", 512, 8, 32, 1))
-    assert 170 < slow.seconds < 171  # 128 micro-batches of twelve naps are 154 s, the step as planned is 4 s
+    assert 170 < slow.seconds < 171  # 128 micro-batches of twelve sleeps are 154 s, the step as planned is 4 s
     assert said[slow]["as planned"].high < 10
-    assert said[slow]["naps"].mid == pytest.approx(slow.seconds, rel=0.05)
+    assert said[slow]["polling"].mid == pytest.approx(slow.seconds, rel=0.05)
 
 
 @pytest.mark.slow

@@ -73,28 +73,28 @@ def test_a_trainer_that_is_checked_between_nodes_only() -> None:
     assert slower(far, checked=True, checked_in_node=False) == slower(far, checked=True) > 0
 
 
-@pytest.mark.parametrize(("stages", "naps"), [(2, 6), (3, 12), (4, 12), (8, 12)])
-def test_every_stage_sleeps_for_each_message_of_its_boundaries(stages: int, naps: int) -> None:
+@pytest.mark.parametrize(("stages", "sleeps"), [(2, 6), (3, 12), (4, 12), (8, 12)])
+def test_every_stage_sleeps_for_each_message_of_its_boundaries(stages: int, sleeps: int) -> None:
     model = dataclasses.replace(GPT, tied=False)
     layout = one(stages, pipeline=stages, batch=64)
     filling = 6 * max(0, stages - 3)
-    assert slower(layout, QUICK, model, poll=0.1, polled=6) == pytest.approx(0.1 * (64 * naps + filling), rel=0.01)
+    assert slower(layout, QUICK, model, poll=0.1, polled=6) == pytest.approx(0.1 * (64 * sleeps + filling), rel=0.01)
     assert slower(one(8, batch=64), QUICK, poll=0.1, polled=6) == 0  # without a pipeline
 
 
-def test_what_is_computed_takes_whole_naps_and_the_bubble_stays() -> None:
+def test_what_is_computed_takes_whole_sleeps_and_the_bubble_stays() -> None:
     slow = dataclasses.replace(BEST, flops_per_sec=GPT.flops(1) / 4 / 0.9)  # of a stage 0.3 s forward and 0.6 s back
     model = dataclasses.replace(GPT, tied=False)
     layout = one(4, pipeline=4, batch=16)
-    with_naps = slower(layout, slow, model, poll=0.25, polled=2) + float(seconds(workload(model), layout, slow, 8).total[0])
-    each = 2 + 3 + 2  # whole naps of what it computes, and of two messages more, of which a stage in the middle has four
-    assert with_naps == pytest.approx(0.25 * (16 * each + 1 * 5 + 2 * 3), rel=0.02)
+    with_polling = slower(layout, slow, model, poll=0.25, polled=2) + float(seconds(workload(model), layout, slow, 8).total[0])
+    each = 2 + 3 + 2  # whole sleeps of what it computes, and of two messages more, of which a stage in the middle has four
+    assert with_polling == pytest.approx(0.25 * (16 * each + 1 * 5 + 2 * 3), rel=0.02)
     for poll in (0.001, 0.01, 0.1, 1.0):
         for stages in (2, 3, 8):
             assert slower(one(stages, pipeline=stages, batch=16), slow, model, poll=poll) > 0
 
 
-def test_naps_are_fewer_or_more_at_the_ends_of_the_range() -> None:
+def test_sleeps_are_fewer_or_more_at_the_ends_of_the_range() -> None:
     layout, model = one(8, pipeline=8, batch=64), dataclasses.replace(GPT, tied=False)
     few, mid, many = (slower(layout, dataclasses.replace(QUICK, late=late), model, poll=0.1, polled=6) for late in (-1, 0, 1))
     assert mid - few == pytest.approx(0.1 * 6 * 5, rel=0.01)
@@ -200,7 +200,7 @@ def test_a_measured_step_of_a_pipeline_with_split_layers_says_which_version_it_w
     taken = {plan.micro_batch: plan for plan in truth}[1].seconds.mid
     after = plans(**only, measured=(usual, taken))
     assert set(truth.versions) <= set(after.versions)
-    assert len(after.versions) <= 2 - (not checked and not poll)  # naps make whether collectives are checked hard to tell
+    assert len(after.versions) <= 2 - (not checked and not poll)  # sleeps make whether collectives are checked hard to tell
     said = {plan.micro_batch: plan for plan in after}[1].seconds
     assert taken in said
     assert said.high / said.low < 0.5 * usual.seconds.high / usual.seconds.low

@@ -272,8 +272,8 @@ def _waits(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node:
     """Seconds by which a step takes longer where stages of a pipeline poll for messages, or PyTorch checks collectives.
 
     A stage sleeps at least once for each polled message, since it looks right after it has begun. Meanwhile it launches nothing, so that
-    its forward takes whole sleeps, and its backward, too; the first sleep of each is that of a message. While the pipeline fills and drains,
-    its stages sleep one after the other, but for the two messages that the sleeps of the stage with most of them hold already.
+    its forward takes whole sleeps, and so does its backward; the first sleep of each is that of a message. While the pipeline fills and
+    drains, its stages sleep one after the other, but for the two messages that the sleeps of the stage with most of them hold already.
 
     Args:
         workload: what is trained, with its layers and sizes.
