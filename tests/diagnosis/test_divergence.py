@@ -496,7 +496,7 @@ def test_a_model_that_does_not_repeat_itself_is_told() -> None:
     torch.manual_seed(0)
     one = Counts(8, 8)
     found = wb.diverge(one, copy.deepcopy(one), batch=X)
-    assert (found.verdict, len(found.notes)) == ("bug", 1)
+    assert (found.verdict, len(found.notes)) == ("unrepeatable", 1)
     assert found.notes[0].startswith("Counts differs from itself when it is repeated")
     assert not wb.diverge(net(), net(BUGS["eps of a norm"][0]), batch=X).notes
 

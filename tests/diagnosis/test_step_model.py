@@ -252,3 +252,10 @@ def test_threads_that_were_not_tried_change_nothing(device: str) -> None:
     two = model.parts(threads=2)
     assert two.step == pytest.approx(model.parts().step, rel=1e-6)
     assert any("threads=2 was not tried" in note for note in two.notes)
+
+
+def test_a_model_shows_itself_in_a_line() -> None:
+    text = repr(StepModel.of(World().evidence()))
+    assert text.startswith("StepModel(")
+    assert "num_workers=0" in text
+    assert len(text) < 300

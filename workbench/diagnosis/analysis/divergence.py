@@ -16,6 +16,7 @@ VERDICTS: Mapping[str, str] = {
     "bug": "the two compute different things: the difference remains in fp64",
     "design": "the two are meant to differ by what the notes say; whether they also differ by a bug is not known",
     "random": "random numbers are drawn in another order: compare without dropout, or in evaluation mode",
+    "unrepeatable": "the first of the two differs there from itself; whether the two also differ by a bug is not known",
     "start": "the two begin with different weights or batches: give them the same seed and data",
 }
 """Verdict → what it means."""

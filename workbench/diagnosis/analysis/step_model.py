@@ -162,6 +162,10 @@ class StepModel:
         }
         return {name: known[name] if name in known else spec.KNOBS[name].default for name in KNOBS}
 
+    def __repr__(self) -> str:
+        knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items() if value is not None)
+        return f"StepModel({units.seconds(self.costs.step)} a step, {knobs})"
+
     def parts(self, **changes: Any) -> Parts:
         """The predicted parts of the step.
 
