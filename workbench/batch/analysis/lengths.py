@@ -45,7 +45,7 @@ class LengthPlan(JsonDataclass):
     tokens: int
     """Places in all batches, padding included."""
     padding: float
-    """Share of the places that nothing fills."""
+    """Share of the token positions that are padding."""
     seconds: float
     """Of the micro-batches of all steps by the roofline, on average over the ranks."""
     needed: int
@@ -106,7 +106,7 @@ class LengthsProof(JsonDataclass, display.Shown):
             columns=("", "predicted", "measured"),
             rows=[
                 ["speed over that as it is", units.times(self.predicted), units.times(self.measured.mid)],
-                ["places, padding included, over those as it is", units.times(self.places), units.times(self.measured_places)],
+                ["token positions, padding included, over those as it is", units.times(self.places), units.times(self.measured_places)],
                 *([f"memory of a step of length {length:,}", *map(units.bytes_, both)] for length, both in self.held_bytes.items()),
             ],
             title=f"Proof of {self.name} batches, {self.micro_batches} alternating micro-batches",
@@ -232,7 +232,7 @@ class BatchLengths(JsonDataclass, display.Shown):
         waste = self["as it is"].padding
         best = self.best
         gain = f"; {best.name}: {units.times(self.gain(best.name))} faster" if best.name != "as it is" else ""
-        return f"{text}. {units.percent(waste)} of all places are padding{gain}"
+        return f"{text}. {units.percent(waste)} of all positions are padding{gain}"
 
     @property
     def table(self) -> display.Table:
@@ -372,7 +372,7 @@ def bucketed_order(sizes: Any, micro_batch: int) -> Any:
 
 
 def _packed(samples: Any, micro: int, dry: DryRuns, room: int) -> LengthPlan:
-    """Whole samples in rows as long as the longest of them, as many rows in a batch as keep its places."""
+    """Whole samples in rows as long as the longest of them, as many rows in a batch as keep its number of positions."""
     row = int(samples.max())
     rows = pack(samples.reshape(-1).tolist(), row).rows
     batches = math.ceil(rows / micro)
