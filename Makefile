@@ -51,7 +51,7 @@ export KINETO_LOG_LEVEL ?= 6
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(COMPILED) ## create .venv with everything (quick when it is there)
+setup: $(COMPILED) ## create .venv with everything (quick if it exists)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'Everything is in $(VENV). Next: $(BIN)/workbench --help or make lab for the course in JupyterLab')
 
 $(STAMP): pyproject.toml constraints.txt requirements.lock
@@ -80,7 +80,7 @@ $(COMPILED): $(STAMP)
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/|torch/testing/|/($(RARELY))/' $(VENV)/lib || true
 	@touch $@
 
-lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser where there is no screen)
+lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser prints the URL instead)
 	@echo 'lab: trusting the notebooks, then opening JupyterLab'
 	@$(BIN)/jupyter trust notebooks/*.ipynb > /dev/null
 	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
@@ -89,62 +89,62 @@ lab: setup ## open JupyterLab on the start page of the course (ARGS=--no-browser
 docs: setup ## build the documentation as a site, build/docs/site/index.html; broken links are errors
 	$(BIN)/python docs/make_site.py $(ARGS)
 
-test: lint-docs unit-browser alone notebooks ## all but what is slow (CI runs this, then test-slow)
+test: lint-docs unit-browser alone notebooks ## run all tests but the slow ones (CI runs this, then test-slow)
 	@echo "all of make test passed"
 
-test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes
+test-slow: slow slow-alone slow-notebooks ## run the tests that judge statistics or take minutes
 	@echo "all of make test-slow passed"
 
-lint: $(STAMP) ## ruff (code and notebooks) and mypy --strict
+lint: $(STAMP) ## run ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-lint-docs: $(STAMP) ## both at once: mypy keeps one core busy, the other compiles what was installed and builds the documentation
+lint-docs: $(STAMP) ## lint, and build the documentation at the same time
 	@echo 'lint-docs: ruff and mypy, and beside them the documentation, whose output follows: a minute or two'
 	@mkdir -p build; $(INTERRUPTED) $(MAKE) --no-print-directory docs > build/docs.log 2>&1 & docs=$$!; \
 	  $(MAKE) --no-print-directory lint && linted=0 || linted=$$?; \
 	  wait $$docs && built=0 || built=$$?; cat build/docs.log; exit $$((linted || built))
 
-architecture: ## print packages, files, circles and upward imports, and what breaks a rule of the architecture
+architecture: ## print packages, files, import cycles and upward imports, and every violation of an architecture rule
 	@$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.architecture.rules
 
-unit: together alone ## library, process and documentation tests
+unit: together alone ## run the library, process and documentation tests
 
-unit-browser: setup ## what may run beside others, and the browser, which half of the time waits: both at once
+unit-browser: setup ## run the unit tests that can run in parallel, and the browser tests at the same time
 	@echo 'unit-browser: the tests, and beside them those in a browser, whose output follows: many minutes'
 	@mkdir -p build; $(INTERRUPTED) $(MAKE) --no-print-directory browser AT_ONCE= > build/browser.log 2>&1 & browser=$$!; \
 	  $(MAKE) --no-print-directory together && unit=0 || unit=$$?; \
 	  wait $$browser && shown=0 || shown=$$?; cat build/browser.log; exit $$((unit || shown))
 
-together: setup ## of these, what may run beside others
+together: setup ## run the unit tests that can run in parallel
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
-alone: setup ## of these, what judges times, so that nothing may run beside it
+alone: setup ## run the unit tests that judge times, with nothing else running
 	@echo 'alone: the tests that judge times'
 	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
-slow: setup $(TIMM) ## of the slow tests, what may run beside others
+slow: setup $(TIMM) ## run the slow tests that can run in parallel
 	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(FOUR) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
-slow-alone: setup ## of the slow tests, what judges times
+slow-alone: setup ## run the slow tests that judge times
 	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
 	@echo 'notebooks: executing them, two at a time'
 	$(BIN)/python -m tests.notebooks $(ARGS)
 
-slow-notebooks: setup ## execute those that take minutes or judge times by experiment
+slow-notebooks: setup ## execute the notebooks that take minutes or judge times by experiment
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
 	$(PYTEST) -m browser tests/browser $(AT_ONCE) $(AGAIN) $(ARGS) $(CHOSEN)
 
-test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
+test-gpu: ## run the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(CAN_TEST)
 	$(GIVEN) -m pytest -m gpu tests/gpu $(ARGS)
 
-test-core: ## what needs no extra (no Jupyter, no dev tools but pytest), with whatever Python has torch (PYTHON=…)
+test-core: ## run the tests that need no extra (no Jupyter, no dev tools but pytest), with whatever Python has torch (PYTHON=…)
 	$(CAN_TEST)
 	$(GIVEN) -m pytest -m "not gpu and not browser and not alone and not slow" $(ARGS)
 
@@ -160,10 +160,10 @@ $(AUDIT): Makefile
 	$(dir $(AUDIT))bin/python -m pip install --quiet --disable-pip-version-check --no-compile pip-audit==2.10.1 uv==$(UV)
 	@touch $@
 
-audit: $(AUDIT) ## look up known vulnerabilities of what is pinned; fails for each, and says so where nobody can be asked (ARGS=--strict)
+audit: $(AUDIT) ## look up known vulnerabilities of what is pinned; fails if there is one, and says so if no database can be reached (ARGS=--strict fails then, too)
 	$(dir $(AUDIT))bin/python -m tests.audit $(ARGS)
 
-lock: $(AUDIT) ## pin all packages anew in requirements.lock, with checksums
+lock: $(AUDIT) ## update requirements.lock: versions of all packages, with checksums
 	$(dir $(AUDIT))bin/python -m tests.lock
 
 student: setup ## copy the notebooks without outputs into build/student (ARGS=--no-solutions takes the solutions out)
@@ -176,11 +176,11 @@ bench: setup ## run the benchmarks of benchmarks/RESULTS.md, which takes hours (
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	PYTHONPATH=. $(BIN)/python -m benchmarks --peers $(VENV)/peers $(ARGS)
 
-coverage: setup ## unit tests with coverage of kernel, guard and ranks
+coverage: setup ## run the unit tests, and measure their coverage of kernel, guard and ranks
 	$(BIN)/python -m coverage run -m pytest -m "not gpu and not browser" && $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report
 
-format: setup ## let ruff put everything in shape
+format: setup ## format everything with ruff
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-clean: ## remove the environment and what tools left behind
+clean: ## remove the environment and the files that tools left
 	rm -rf $(VENV) shots .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* *.egg-info
