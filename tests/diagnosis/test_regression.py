@@ -331,15 +331,71 @@ def test_what_nobody_put_back_is_named_beside_the_machine(tmp_path: Path, emulat
 def test_memory_and_loss_are_compared_after_as_many_steps_as_show_it(tmp_path: Path, emulated: Any) -> None:
     spec = RunSpec(task="clipart-resnet", steps=40)
     a, b = made(tmp_path / "a", spec), made(tmp_path / "b", spec.replace(lr=0.3), loss=2.0, memory=2**31)
-    assert measured((a, b), "loss").steps == 15  # it shows from the twelfth on
+    assert measured((a, b), "loss").steps == 17  # it shows from the twelfth on, and in the mean of five from the fourteenth
     emulated(lambda arm: 2.0 if arm.spec.lr else 1.0)
     loss = wb.what_changed(a, b, of="loss")
     assert (loss.owner, loss.recorded) == (("lr",), (1.0, 2.0))
-    assert "Run B's loss is 2.00× that of run A" in loss.verdict
+    assert "Run B's loss after 17 steps is 2.00× that of run A" in loss.verdict
+    assert "trainings of 17 steps show the difference between the losses; after 40 steps they are 1 and 2" in loss.notes
     memory = wb.what_changed(a, b, of="memory", rerun=False)
     assert memory.recorded == pytest.approx((2**30, 2**31), rel=1e-4)
     assert (memory.kind, memory.reruns) == ("not run", ())
     assert wb.what_changed(a, made(tmp_path / "c", spec)).kind == "nothing"
+
+
+def with_losses(path: Path, losses: Callable[[int], float], spec: Any) -> Run:
+    """A run of 600 steps with such losses."""
+    made(path, spec)
+    rows = ({"step": i + 1, "steps": 600, "loss": losses(i), "lr": 0.1, "samples": 32, "seconds": 1} for i in range(600))
+    (path / run_directory.METRICS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Run.load(path)
+
+
+def noisy(seed: int, times: float = 1.0) -> Callable[[int], float]:
+    """Losses that fall to 0.5, of batches that vary by 40 %."""
+    chance = random.Random(seed)
+    noise = [chance.lognormvariate(0, 0.4) for _ in range(600)]
+    return lambda i: times * (0.5 + 0.9 * 0.98**i) * noise[i]
+
+
+def test_a_loss_that_single_batches_explain_is_no_regression(tmp_path: Path, emulated: Any) -> None:
+    """Two seeds: the first step at which single batches differ by half as much as the last ones decided, and seed was "the reason"."""
+    spec = RunSpec(task="clipart-resnet", steps=600)
+    a = with_losses(tmp_path / "a", noisy(1), spec)
+    trainings = emulated(lambda arm: 1.0)
+    for seed in range(2, 8):
+        b = with_losses(tmp_path / f"b{seed}", noisy(seed), spec.replace(seed=seed))
+        result = wb.what_changed(a, b, of="loss")
+        assert result.steps == 600
+        assert result.kind == "nothing"
+        assert "and the steps of the runs themselves vary as much (" in result.verdict
+    assert not trainings.arms
+
+
+def test_a_loss_that_batches_do_not_explain_is_compared_where_it_shows(tmp_path: Path, emulated: Any) -> None:
+    spec = RunSpec(task="clipart-resnet", steps=600)
+    a = with_losses(tmp_path / "a", noisy(1), spec)
+    same_batches = with_losses(tmp_path / "b", noisy(1, 1.02), spec.replace(lr=0.2))
+    emulated(lambda arm: 1.02 if arm.spec.lr else 1.0)
+    result = wb.what_changed(a, same_batches, of="loss")
+    assert (result.owner, result.ratio.mid) == (("lr",), pytest.approx(1.02))  # step by step it is sure
+    both = with_losses(tmp_path / "c", noisy(3, 1.6), spec.replace(lr=0.2, seed=3))
+    emulated(lambda arm: (1.55 if arm.spec.lr else 1.0) * (1.03 if arm.spec.seed else 1.0))
+    result = wb.what_changed(a, both, of="loss")
+    assert result.owner == ("lr",)
+    assert 1.3 < result.ratio.mid < 2
+    emulated(lambda arm: 1.6 if arm.spec.seed == 3 else 1.0)
+    assert "Another seed gives another loss by chance." in wb.what_changed(a, both, of="loss").verdict
+
+
+def test_a_loss_is_not_compared_while_it_is_much_further_apart_than_at_the_end(tmp_path: Path) -> None:
+    spec = RunSpec(task="clipart-resnet", steps=600)
+    a = with_losses(tmp_path / "a", lambda i: 0.7, spec)
+    b = with_losses(tmp_path / "b", lambda i: 1.76 + 10 * 0.9**i, spec.replace(lr=0.3))
+    result = wb.what_changed(a, b, of="loss", rerun=False)
+    assert 1.76 / 0.7 < result.ratio.mid < (1.76 / 0.7) ** 2
+    assert result.steps < 100
+    assert "after 600 steps they are 0.7 and 1.76" in result.notes[-1]
 
 
 def test_a_verdict_on_runs_whose_steps_differ_in_size_speaks_of_samples(tmp_path: Path) -> None:
@@ -357,6 +413,8 @@ def test_a_change_that_is_beyond_noise_and_too_small_is_no_noise(tmp_path: Path)
     a, b = made(tmp_path / "a"), made(tmp_path / "b", memory=2**30 + 400_000)
     verdict = wb.what_changed(a, b, of="memory", rerun=False).verdict
     assert re.search(r"^Nothing to explain: .* that of run A, which is too little to look for a reason \(1.000× \(1 to 1\)\)", verdict)
+    pages = made(tmp_path / "pages", RunSpec(task="clipart-resnet", accumulation=8), memory=int(2**30 * 1.002))
+    assert "which is too little to look for a reason (1.002×" in wb.what_changed(a, pages, of="memory").verdict
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

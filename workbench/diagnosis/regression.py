@@ -23,7 +23,6 @@ from workbench.diagnosis.analysis.owner_search import (
     decide,
     effect,
     one_owner,
-    recorded_change,
     trainings_to_go,
 )
 from workbench.diagnosis.analysis.what_changed import QUANTITIES, USUAL, WhatChanged
@@ -107,21 +106,22 @@ def what_changed(
     swaps = swaps_of(*runs, also, ask_git=rerun and own)
     _check_steps(runs, of)
     what = measured(runs, of)
-    values, blocks = zip(*(_values(run, name, what) for run, name in zip(runs, "AB", strict=True)), strict=True)
+    values = tuple(_value(run, name, what) for run, name in zip(runs, "AB", strict=True))
     result: dict[str, Any] = {
         "of": of,
         "per": what.per,
         "steps": what.steps,
         "runs": tuple(str(run.path) for run in runs),
-        "statistic": what.statistic if of == "time" else "",
+        "statistic": what.statistic,
         "recorded": values,
-        "change": recorded_change(values, (blocks[0], blocks[1])),
+        "change": what.change(runs),
         "differences": swaps.differences,
         "code": swaps.code,
-        "notes": (*swaps.notes, *([what.words(runs)] if of == "time" else []), *([load_note(runs)] if of == "time" and not rerun else [])),
+        "notes": (*swaps.notes, *filter(None, [what.words(runs)]), *([load_note(runs)] if of == "time" and not rerun else [])),
     }
-    change, least = result["change"], LEAST if of == "time" else LEAST / 10
-    if max(change.high, -change.low) < least or (within_noise(change, least) and not (rerun and own and swaps.changes)):
+    change, least = result["change"], LEAST if of == "time" else USUAL[of]
+    may_tell = rerun and own and swaps.changes and of != "loss"  # a training of the same seed repeats its chance
+    if max(change.high, -change.low) < least or (within_noise(change, least) and not may_tell):
         return WhatChanged(**result, kind="nothing")
     if not rerun:
         return WhatChanged(**result, why="" if own else "another user's runs are not repeated")
@@ -415,14 +415,14 @@ def _check_steps(runs: tuple[Run, Run], of: str) -> None:
             raise ValueError(f"what_changed: run {name}, {run!r}, has no measured step ({run.state}){hint}")
 
 
-def _values(run: Run, name: str, what: Measured) -> tuple[float, list[float]]:
-    """What a run gave, and the same of blocks of its steps."""
-    value, values = what.value(run, what.steps), what.blocks(run)
-    if not all(0 < each < math.inf for each in (value, *values)):
+def _value(run: Run, name: str, what: Measured) -> float:
+    """What a run gave."""
+    value = what.value(run, what.steps)
+    if not all(0 < each < math.inf for each in (value, *what.blocks(run))):
         hint = {
             "loss": "wb.health(run) says since when, and only positive losses can be compared",
             "memory": "its ranks wrote none",
             "time": "it has no step",
         }[what.of]
         raise ValueError(f"what_changed: run {name}, {run!r}, has no {what.of} to compare: {hint}")
-    return value, values
+    return value

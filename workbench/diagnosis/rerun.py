@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from workbench.core import units
 from workbench.core.progress import BudgetError
-from workbench.core.statistics import Interval
+from workbench.core.statistics import Interval, student_t
 from workbench.core.variables import kept_variables, named_variables
 from workbench.diagnosis.analysis.owner_search import recorded_change
 from workbench.runs.budgets import QUANTITIES
@@ -49,7 +49,9 @@ launches on a quiet machine."""
 SHORTEST = 0.1
 """Seconds that a training gets where nothing is left of the budget."""
 HALF = 0.5
-"""Part of a recorded difference in memory or loss that a training has to be long enough to show."""
+"""Part of a recorded difference in memory or loss that a training has to be long enough to show, and not more than twice the difference."""
+FEWEST_LOSSES = 5
+"""Losses whose mean counts, at least: those of single batches differ by chance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -293,11 +295,19 @@ class Measured:
 
     @property
     def statistic(self) -> str:
-        """Of time: what is taken of the steps."""
+        """Of time and loss: what is taken of the steps; "" = of memory."""
+        if self.of != "time":
+            return "mean of the last tenth" if self.of == "loss" else ""
         return "mean" if self.part is None else f"{units.percent(self.part)} quantile"
 
     def words(self, runs: Sequence[Run]) -> str:
-        """Of time: how the value of a run is taken from its steps, and the means of some runs, where it is another figure."""
+        """How the value of a run is taken from its steps, and the figures of some runs that are others; "" = there is nothing to say."""
+        if self.of != "time":
+            last = min(run.progress[0] for run in runs)
+            if self.of == "memory" or self.steps >= last:
+                return ""
+            ends = " and ".join(f"{self.value(run, last):.4g}" for run in runs)
+            return f"trainings of {self.steps} steps show the difference between the losses; after {last} steps they are {ends}"
         said = f"the time per {self.per} of a run is the {self.statistic} over its steps after the warm-up, of the slowest rank"
         others = "as in workbench check (in compare it is that of all ranks)"
         if self.part is None and self.per == "step":
@@ -310,7 +320,7 @@ class Measured:
         """Seconds of the slowest rank per step or per sample, peak bytes of the fullest, or the loss; nan = there is none."""
         if self.of == "loss":
             losses = [loss for step, loss in _losses(run) if steps is None or step <= steps]
-            return statistics.fmean(losses[-max(1, len(losses) // 10) :]) if losses else math.nan
+            return statistics.fmean(losses[-_last(len(losses)) :]) if losses else math.nan
         if self.of == "memory":
             return max((value for _, value in _peaks(run, steps)[-1:]), default=QUANTITIES["peak_memory"].read(run))
         return self.of_steps(step_times(run), run)
@@ -329,6 +339,28 @@ class Measured:
         times = step_times(run)
         size = max(4, len(times) // BLOCKS)
         return [self.of_steps(times[i : i + size], run) for i in range(0, len(times) - size + 1, size)] or [self.of_steps(times, run)]
+
+    def change(self, runs: Sequence[Run]) -> Interval:
+        """The log of the second run's value over the first one's, with the interval that their steps allow.
+
+        Losses are compared step by step, since those of the same batch differ less than those of different ones. Where the two runs have
+        different batches, the interval is that of chance.
+        """
+        a, b = (self.value(run, self.steps) for run in runs)
+        if self.of != "loss":
+            return recorded_change((a, b), (self.blocks(runs[0]), self.blocks(runs[1])))
+        if not (a > 0 and b > 0):
+            return Interval(low=math.nan, mid=math.nan, high=math.nan)
+        series = [dict(_losses(run)) for run in runs]
+        shared = sorted(step for step in series[0].keys() & series[1].keys() if step <= self.steps)
+        shared = shared[-_last(len(shared)) :]
+        size = max(1, len(shared) // BLOCKS)
+        apart = [
+            statistics.fmean(series[1][step] / b - series[0][step] / a for step in shared[i : i + size])
+            for i in range(0, len(shared) - size + 1, size)
+        ]
+        half = student_t(0.05, len(apart) - 1) * statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+        return Interval(low=math.log(b / a) - half, mid=math.log(b / a), high=math.log(b / a) + half)
 
 
 def measured(runs: Sequence[Run], of: str) -> Measured:
@@ -354,7 +386,7 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
 def _change(what: Measured, runs: Sequence[Run]) -> tuple[float, bool]:
     """The logarithm of the second run's value over the first one's, and whether it is beyond what their blocks vary by."""
     blocks = what.blocks(runs[0]), what.blocks(runs[1])
-    change = recorded_change((what.value(runs[0]), what.value(runs[1])), blocks)
+    change = what.change(runs)
     known = min(map(len, blocks)) >= FEW_BLOCKS
     return change.mid, known and abs(change.mid) > max(CLEAR, SURE * (change.high - change.mid) / 2)
 
@@ -372,10 +404,9 @@ def change_in_time(runs: Sequence[Run]) -> tuple[Interval, bool, str] | None:
         their steps it is; None = one of them has too few steps for four blocks.
     """
     what = measured(runs, "time")
-    blocks = what.blocks(runs[0]), what.blocks(runs[1])
-    if min(map(len, blocks)) < FEW_BLOCKS:
+    if min(len(what.blocks(run)) for run in runs) < FEW_BLOCKS:
         return None
-    change = recorded_change((what.value(runs[0]), what.value(runs[1])), blocks)
+    change = what.change(runs)
     return change.of(lambda log: math.exp(-log)), within_noise(change), f"{what.statistic} per {what.per}"
 
 
@@ -407,21 +438,41 @@ def steps_of(seconds: float) -> int:
 
 
 def steps_for(runs: Sequence[Run], of: str) -> int:
-    """Steps of a training that is to show in what two runs differ: some seconds of time, or as many as it took for half the difference."""
+    """Steps of a training that is to show in what two runs differ.
+
+    Of time they take some seconds. Of memory and loss they are as many as it took until the two differed by half of their last difference,
+    or more, and never again by less or by more than twice of it; of loss also until the difference was beyond chance.
+    """
     recorded = min(max(2, run.progress[0]) for run in runs)
     if of == "time":
         return steps_of(max(QUANTITIES["step"].read(run) for run in runs))
-    series = [dict(_losses(run) if of == "loss" else _peaks(run, None)) for run in runs]
+    series = [dict(_means(_losses(run)) if of == "loss" else _peaks(run, None)) for run in runs]
     shared = sorted(series[0].keys() & series[1].keys())
-    if not shared or not all(values[shared[-1]] > 0 for values in series):
+    if not shared or not all(0 < values[shared[-1]] < math.inf for values in series):
         return recorded
 
-    def apart(step: int) -> float:
-        return math.log(max(series[1][step], 1e-30) / max(series[0][step], 1e-30))
+    def beyond_chance(steps: int) -> bool:
+        return of != "loss" or 0 not in Measured(of=of, steps=steps).change(runs)
 
-    final = apart(shared[-1])
-    enough = next((step for step in shared if apart(step) * final >= HALF * final * final), shared[-1])
-    return min(recorded, max(FEWEST, math.ceil(1.2 * enough)))
+    apart = [math.log(max(series[1][step], 1e-30) / max(series[0][step], 1e-30)) for step in shared]
+    square = apart[-1] ** 2
+    early = max((place for place, each in enumerate(apart) if not HALF * square <= each * apart[-1] <= square / HALF), default=-1)
+    steps = min(recorded, max(FEWEST, math.ceil(1.2 * shared[early + 1])))
+    while steps < recorded and not beyond_chance(steps):
+        steps = min(recorded, 2 * steps)
+    return steps if beyond_chance(recorded) else recorded
+
+
+def _last(count: int) -> int:
+    """Of so many losses, how many of the last ones count."""
+    return max(FEWEST_LOSSES, count // 10)
+
+
+def _means(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Step → the mean of the last tenth of the losses up to it."""
+    sums = [0.0, *itertools.accumulate(loss for _, loss in losses)]
+    first = [max(0, place - _last(place)) for place in range(1, len(sums))]
+    return [(step, (sums[end] - sums[start]) / (end - start)) for end, (start, (step, _)) in enumerate(zip(first, losses, strict=True), 1)]
 
 
 def _losses(run: Run) -> list[tuple[int, float]]:

@@ -1,6 +1,7 @@
 """WhatChanged: how two runs differ, and which difference makes one slower, need more memory or learn less than the other."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,7 +87,7 @@ class WhatChanged(display.Shown, JsonDataclass):
     steps: int = 0
     """Steps of each training."""
     statistic: str = ""
-    """Of time: what was taken of the steps, "mean" or "25 % quantile"."""
+    """Of time: what was taken of the steps, "mean" or "25 % quantile"; of loss "mean of the last tenth"."""
     per: str = "step"
     """Of time: what it is counted per, "step", or "sample" where the steps of the two differ in size."""
     seconds: float = 0.0
@@ -127,6 +128,8 @@ class WhatChanged(display.Shown, JsonDataclass):
 
     @property
     def _what(self) -> str:
+        if self.of == "loss" and self.steps:
+            return f"loss after {several(self.steps, 'step')}"
         return "time per sample" if self.of == "time" and self.per == "sample" else QUANTITIES[self.of]
 
     @property
@@ -135,7 +138,7 @@ class WhatChanged(display.Shown, JsonDataclass):
         what = self._what
         said = f"Run B's {what} is {over(self.ratio.mid)} that of run A"
         if self.kind == "nothing":
-            own = "the steps of the runs themselves vary" if self.of == "time" else "two trainings of one program may differ"
+            own = "two trainings of one program may differ" if self.of == "memory" else "the steps of the runs themselves vary"
             vary = f"and {own} as much" if 0 in self.change else "which is too little to look for a reason"
             return f"Nothing to explain: {said[0].lower()}{said[1:]}, {vary} ({_ends(self.ratio)}){self._alike}."
         today = self._ratio(self.owner) if self.owner else self.today
@@ -144,6 +147,8 @@ class WhatChanged(display.Shown, JsonDataclass):
             alone, because = " together" if self.together else "", f" ({self.why})" if self.why else ""
             comes = tuple(text for text in self.brings if not self._said or not text.startswith("the code of "))
             comes = (*self.code * self._said, *comes)
+            seed = self.of == "loss" and any(re.match(r"-*seed\b", name) for name in self.owner)
+            because += " Another seed gives another loss by chance." * seed
             brought = f" With it {'comes' if len(comes) == 1 else 'come'} {_list(comes)}." if comes else ""
             if today and 0 not in self.change and math.log(today.mid) * self.change.mid < 0:
                 cause = f" in trainings of {self.steps} steps, which may end differently from the recorded ones"
