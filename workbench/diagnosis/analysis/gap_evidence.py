@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import TypeVar
 
 from workbench.core.codec import JsonDataclass
@@ -65,6 +64,10 @@ class GapBlock(JsonDataclass):
     def mean(self, rank: int) -> float:
         """Mean of `busy`; nan if the rank idled."""
         return mean_of(self.busy(rank))
+
+    def of_rank(self, rank: int) -> "GapBlock":
+        """The steps of one rank alone."""
+        return replace(self, steps=(self.steps[rank],), delays=self.delays[rank : rank + 1], backward=self.backward[rank : rank + 1])
 
     @property
     def means(self) -> list[float]:
@@ -297,6 +300,8 @@ class _Figures:
     backward: tuple[float, ...]
     rare: tuple[float, int, int]
     """Seconds that rare long steps take beyond the median one, the number of all steps, and that of these."""
+    rare_alone: tuple[float, int, int]
+    """The same of the rank that ran alone, as long as it waits for no other."""
 
 
 @dataclass(slots=True)
@@ -311,15 +316,17 @@ class Rounds:
     def of(cls, evidence: GapEvidence) -> "Rounds":
         """Of all blocks."""
 
-        def figures(whole: GapBlock, long: RareSteps) -> _Figures:
-            block = long.without(whole)
-            lows = (lower_quartile(block.paces), lower_quartile(block.joint_steps))
-            return _Figures(block.means, block.pace, block.joint, block.waits, *lows, block.backward, long.seconds(whole))
+        def figures(arm: str) -> list[_Figures]:
+            blocks = evidence.rounds(arm)
+            long, own = RareSteps.of(blocks), [block.of_rank(evidence.one) for block in blocks] if arm in ("one", "strangers") else []
+            alone = RareSteps.of(own).all_seconds(own) if own else [(0.0, 0, 0)] * len(blocks)
+            found = []
+            for block, rare, rare_alone in zip(map(long.without, blocks), long.all_seconds(blocks), alone, strict=True):
+                lows = (lower_quartile(block.paces), lower_quartile(block.joint_steps))
+                found.append(_Figures(block.means, block.pace, block.joint, block.waits, *lows, block.backward, rare, rare_alone))
+            return found
 
-        arms = {arm: evidence.rounds(arm) for arm in ARMS}
-        return cls(
-            evidence, evidence.slowest, {arm: list(map(figures, blocks, repeat(RareSteps.of(blocks)))) for arm, blocks in arms.items()}
-        )
+        return cls(evidence, evidence.slowest, {arm: figures(arm) for arm in ARMS})
 
     @property
     def rare_count(self) -> int:
@@ -338,10 +345,9 @@ class Rounds:
         def of(arm: str, rank: int = one) -> float:
             return typical([block.means[rank] for block in chosen[arm]])
 
-        def rare(*arms: str) -> float:
-            blocks = [block for arm in arms for block in chosen[arm]]
-            steps = sum(block.rare[1] for block in blocks)
-            return math.fsum(block.rare[0] for block in blocks) / steps if steps else 0.0
+        def rare(known: Sequence[tuple[float, int, int]]) -> float:
+            steps = sum(count for _, count, _ in known)
+            return math.fsum(seconds for seconds, *_ in known) / steps if steps else 0.0
 
         def waits(arm: str) -> float:
             return statistics.fmean(block.waits for block in chosen[arm]) if chosen[arm] else 0.0
@@ -370,8 +376,8 @@ class Rounds:
             start_alone=typical(_picked(e.starts_alone, picks)),
             start_together=typical(_picked(e.starts_together, picks)),
             backward=backward("all") - backward("strangers"),
-            rare_alone=rare("one"),
-            rare=rare("strangers", "all"),
+            rare_alone=rare([block.rare_alone for block in (*chosen["one"], *chosen["strangers"])]),
+            rare=rare([block.rare for block in (*chosen["strangers"], *chosen["all"])]),
         )
 
 
@@ -400,11 +406,13 @@ class RareSteps:
         steps = tuple(tuple(math.nan if gone else step for step, gone in zip(row, long, strict=False)) for row in block.steps)
         return replace(block, steps=steps)
 
-    def seconds(self, block: GapBlock) -> tuple[float, int, int]:
-        """What these steps take beyond the usual one, how many steps the block has, and how many of them are these."""
-        paces = block.known_paces
-        beyond = [pace - self.usual for pace in paces if pace > self.limit]
-        return math.fsum(beyond), len(paces), len(beyond)
+    def all_seconds(self, blocks: Sequence[GapBlock]) -> list[tuple[float, int, int]]:
+        """Of each block: what these steps take beyond the usual one, how many steps it has, and how many of them are these."""
+        found = []
+        for paces in (block.known_paces for block in blocks):
+            beyond = [pace - self.usual for pace in paces if pace > self.limit]
+            found.append((math.fsum(beyond), len(paces), len(beyond)))
+        return found
 
 
 def ranks_with_rare_steps(evidence: GapEvidence) -> list[int]:
@@ -412,7 +420,7 @@ def ranks_with_rare_steps(evidence: GapEvidence) -> list[int]:
     blocks = evidence.rounds("strangers") or evidence.rounds("all")
     found = []
     for rank in range(evidence.world_size):
-        own = [replace(block, steps=(block.steps[rank],), delays=block.delays[rank : rank + 1]) for block in blocks if block.steps[rank]]
+        own = [block.of_rank(rank) for block in blocks if block.steps[rank]]
         found += [rank] if math.isfinite(RareSteps.of(own).limit) else []
     return found or list(range(evidence.world_size))
 
