@@ -167,7 +167,7 @@ def test_gradients_are_reduced_once_per_step(alone: Ranks, tmp_path: Path, monke
             future.set_result(bucket.buffer())
             return future
 
-    monkeypatch.setattr(sharding, "DistributedDataParallel", Counting)
+    monkeypatch.setattr(sharding, "_WithAttributes", Counting)
     train_alone(spec_of(accumulation=4, micro_batch=4, steps=3), alone, tmp_path / "run")
     assert reduced == [0, 0, 0]
 

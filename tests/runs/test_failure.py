@@ -241,6 +241,7 @@ def test_a_record_fits_on_a_full_disk(rank2: Path, monkeypatch: pytest.MonkeyPat
             "exception",
             "only inside of the model's forward",
         ),
+        ("RuntimeError: setStorage: sizes [16, 32], strides [1, 16], … are out of bounds for storage of size 0", "exception", "penalty"),
         ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.float32, …}", "exception", "view_as_real"),
     ],
 )

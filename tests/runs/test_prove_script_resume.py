@@ -573,7 +573,7 @@ RNG = "first the random numbers (RNG of torch)"
         ),
         (
             [STEPS[2] | {"samples": "s0", "random": "x", "gradients": "x"}],
-            "first the samples (sampler, position in the data): different in step 3",
+            "first the samples (sampler, position in the data, a save between two micro-batches): different in step 3",
         ),
         ([STEPS[2] | {"samples": "x", "random": "r0", "gradients": "x"}], f"{RNG}: different in step 3, the first after the resume (as at"),
         ([STEPS[2] | {"optimizer": "x", "schedule": "y"}], "first the optimizer's state: different in step 3, the first after the resume"),
@@ -596,7 +596,10 @@ RNG = "first the random numbers (RNG of torch)"
             ". Its steps are right, but not their number: from the same weights on, the resumed script took 3 optimizer steps, and the "
             "undisturbed one 4. See at which step it continues, and where it",
         ),
-        ([STEPS[2] | {"others": "not seeded", "samples": "x"}], "first the samples (sampler, position in the data): different in step 3"),
+        (
+            [STEPS[2] | {"others": "not seeded", "samples": "x"}],
+            "first the samples (sampler, position in the data, a save between two micro-batches): different in step 3",
+        ),
         (STEPS[2:], ""),
         ([{"weights": "w0", "optimizer": "o0", "gradients": "zero"}, *STEPS[2:]], ""),  # of torch's get_state_dict, which steps with lr=0
         ([], ""),

@@ -19,17 +19,19 @@ import workbench as wb
 from tests import toy_tasks
 from tests.forked import Forks
 from tests.scripts import sharing
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.cluster.analysis.pipeline_idle import pipeline_idle
 from workbench.core import run_directory
+from workbench.memory.measure.at_oom import held
 from workbench.runs.rows import RunRows
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
-from workbench.train import sharding
+from workbench.train import loop, sharding
 from workbench.train.models import Gpt
 from workbench.train.optimizers import build_optimizer, place_optimizer
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import clip_gradients
-from workbench.train.tensor_parallel import styles_of
+from workbench.train.tensor_parallel import _own_plan, styles_of
 from workbench.train.trainer import Trainer
 
 TOYS = Path(__file__).parents[1] / "toy_tasks.py"
@@ -443,7 +445,7 @@ def test_older_versions_of_torch(alone: Ranks, monkeypatch: pytest.MonkeyPatch) 
             "signature",
             lambda _: known.replace(parameters=[each for each in known.parameters.values() if each.name != "init_sync"]),
         )
-        patch.setattr(sharding, "DistributedDataParallel", Older)
+        patch.setattr(sharding, "_WithAttributes", Older)
         for again in (True, False):
             sharding.distribute(nn.Linear(1, 1), spec_of(), Layout.of(spec_of(), alone), alone.device, again=again)
             assert begun == ["the first broadcast"] * (not again)
@@ -499,6 +501,39 @@ def test_attributes_of_parameters_that_ranks_share(alone: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+class Momentum(nn.Module):
+    """Its teacher follows it, in each forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.student = how, toy_tasks.network()
+        self.teacher = toy_tasks.network().requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for its, mine in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if self.how == "data":
+                its.data = 0.5 * its.data + 0.5 * mine.data
+            elif self.how == "in place":
+                with torch.no_grad():
+                    its.lerp_(mine, 0.5)
+        out: torch.Tensor = self.student(inputs) + self.teacher(inputs)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("how", ["in place", "data", "not at all"])
+def test_parameters_that_a_forward_changes(alone: Ranks, how: str, tmp_path: Path) -> None:
+    """FSDP2 would drop the change with the parameters that it has gathered. DDP keeps it."""
+    task = toy_tasks.numbers(model=lambda: Momentum(how), evaluate=None)
+    for parallel in ("fsdp", "zero1"):
+        refused = how != "not at all" and parallel == "fsdp"
+        words = r"the forward changes the parameter 'teacher.0.weight', and parallel=\"fsdp\" .* try parallel=\"zero1\""
+        (folder := tmp_path / parallel).mkdir()
+        with pytest.raises(TaskError, match=words) if refused else contextlib.nullcontext():
+            loop.train(spec_of(parallel=parallel), task, alone, folder, held=held, noise_log=NoiseLog)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_sparse_buffer(alone: Ranks, parallel: str) -> None:
     def build() -> nn.Module:
@@ -557,6 +592,15 @@ def test_a_tied_weight_is_not_split() -> None:
     model.head.weight = model.tokens.weight
     with pytest.raises(TaskError, match="its weight is also that of another module"):
         styles_of(model, {"head": "colwise"}, 2)
+
+
+def test_the_own_plan_of_a_model_leaves_tied_weights_whole() -> None:
+    """As that of a Llama whose head is its embedding; nobody has written that plan."""
+    model = Gpt()
+    model._tp_plan = {"head": "colwise_rep", "layers.*.mlp.0": "colwise"}  # type: ignore[assignment]
+    assert set(_own_plan(model)) == {"head", "layers.*.mlp.0"}
+    model.head.weight = model.tokens.weight
+    assert set(_own_plan(model)) == {"layers.*.mlp.0"}
 
 
 def test_clipping_is_that_of_torch() -> None:

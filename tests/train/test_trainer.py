@@ -147,6 +147,21 @@ def test_the_tasks_own_optimizer_in_another_implementation(alone: Ranks, impleme
     assert torch.allclose(weights(plain.module), weights(other.module), atol=1e-6)
 
 
+def test_a_learning_rate_is_that_of_the_first_group_and_others_keep_their_ratio() -> None:
+    def own(rates: list[float]) -> Any:
+        def build(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD([{"params": [weight], "lr": rate} for weight, rate in zip(parameters, rates, strict=False)], lr=7.0)
+
+        return build
+
+    optimizer = build_optimizer(toy_tasks.network(), own([0.001, 0.01, 0.0]), lr=0.005)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, pytest.approx(0.05), 0.0]
+    optimizer = build_optimizer(toy_tasks.network(), own([0.0, 0.0]), lr=0.005)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.005]
+    with pytest.raises(SpecError, match=r"lr=0.005: the first group .* has a learning rate of 0, and another has not"):
+        build_optimizer(toy_tasks.network(), own([0.0, 0.01]), lr=0.005)
+
+
 def test_an_implementation_that_is_not_there() -> None:
     with pytest.raises(SpecError, match=r"optimizer='fused': rmsprop refuses it: .*fused"):
         build_optimizer(toy_tasks.network(), "rmsprop", override="fused")

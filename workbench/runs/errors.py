@@ -142,6 +142,12 @@ _SYMPTOMS = (
         'computes with them there, such as encode and decode or a penalty on weights, and call model(…) itself; or try parallel="zero1".',
     ),
     Symptom(
+        r"setStorage: .* out of bounds for storage of size 0",
+        "exception",
+        "FSDP2 frees the parameters that it has gathered, and has no second derivatives, as of a gradient penalty (create_graph=True): try "
+        'parallel="zero1".',
+    ),
+    Symptom(
         r"FSDP expects uniform original parameter dtype",
         "exception",
         'FSDP2 gathers parameters together, which needs one dtype: try parallel="zero1", or give them one, such as model.float(), and '

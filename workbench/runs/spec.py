@@ -127,7 +127,8 @@ class RunSpec(_Spec):
     """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": the task's own optimizer in that implementation; None = the
     task's own."""
     lr: float | None = knob(None, elsewhere=("learning_rate",))
-    """Peak learning rate; None = the optimizer's own."""
+    """Peak learning rate; of several groups of parameters that of the first, to which others keep their ratio; None = the optimizer's
+    own."""
     warmup_steps: int = knob(0, elsewhere=("warmup", "num_warmup_steps", "warmup_iters"))
     """Steps over which the learning rate rises linearly to its peak."""
     schedule: str = knob("constant", elsewhere=("lr_scheduler", "lr_scheduler_type", "scheduler"))
@@ -171,7 +172,7 @@ class RunSpec(_Spec):
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" optimizer states and gradients, and the weights between steps,
     "fsdp" everything; "hsdp": as "fsdp" within groups of `shard_ranks`, as "ddp" between groups. Under the last three, amp_bf16 keeps the
     weights in fp32, gathers them in bf16, computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see
-    `train.sharding`."""
+    `train.sharding`. They refuse hooks on parameters, and parameters that the forward changes, such as those of a momentum teacher."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the model under "hsdp"; None = 8, or all if there are fewer."""
     tensor_parallel: int = knob(1, elsewhere=("tp", "tensor_parallel_size", "tensor_model_parallel_size"))

@@ -16,11 +16,11 @@ from workbench.core.machine_usage import record_usage
 from workbench.runs import failure
 from workbench.runs.out_of_memory import Held
 from workbench.runs.restarts import first_step
-from workbench.runs.spec import AUTO, RunSpec, check_profile
+from workbench.runs.spec import AUTO, SHARDED, RunSpec, check_profile
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.step_timer import StepTimer
 from workbench.traces.measure.profiled_run import RunProfiler, hurry_together
-from workbench.train import provenance
+from workbench.train import provenance, sharding
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.early_stop import BestFigure, EarlyStop
@@ -132,6 +132,8 @@ def train(
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
     done = checkpoints.resume(trainer, checkpoint) if checkpoints else 0  # before the files are opened: it cuts them
     del checkpoint  # as large as the model and its optimizer
+    if spec.parallel in SHARDED and spec.compile == "none":  # a compiled block has its hooks in its graph
+        sharding.ChangesInForward(trainer.model, forwards=2 * spec.accumulation, parallel=spec.parallel)
     trainer.phase = timer = StepTimer(run_dir / run_directory.rank_file(ranks.rank), device=ranks.device.type)
     trainer.warn = timer.warn
     if checkpoints:

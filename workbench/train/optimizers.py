@@ -80,7 +80,7 @@ def build_optimizer(
 
     Args:
         override: the spec's, which goes before the task's own; "fused" or "foreach": the task's own in that implementation.
-        lr: peak learning rate, which goes before any other; None = the optimizer's own.
+        lr: peak learning rate of the first group, to which others keep their ratio; None = the optimizer's own.
         decayed: parameters that weight decay shrinks, "all" or "matrices".
         hidden: names of the matrices for Muon, where `model` is a part of the model (`muon.hidden_names`); None = `model` is whole.
 
@@ -147,14 +147,26 @@ def _built(
             f"the task's {type(optimizer).__name__} needs a closure, by which it computes the loss several times in a step; a training "
             'computes it once: try "adamw"'
         )
+    if lr is not None:
+        _set_peak(optimizer, lr)
     for group in optimizer.param_groups:
-        if lr is not None:
-            group["lr"] = lr
         if implementation:
             if implementation not in group:
                 raise SpecError(f"optimizer={implementation!r}: the task's {type(optimizer).__name__} has no such implementation")
             group.update({name: name == implementation for name in IMPLEMENTATIONS if name in group})
     return optimizer
+
+
+def _set_peak(optimizer: Optimizer, lr: float) -> None:
+    """Give the first group of parameters a learning rate, and others in the ratio that they have to it, as `find_lr` does."""
+    first, *others = (float(group["lr"]) for group in optimizer.param_groups)
+    if not first and any(others):
+        raise SpecError(
+            f"lr={lr}: the first group of the task's {type(optimizer).__name__} has a learning rate of 0, and another has not, so their "
+            "ratio is not known: leave lr out, or give the first group a rate above 0"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr * (float(group["lr"]) / first if first else 1.0)
 
 
 def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGroup | None = None, on_host: bool = False) -> Optimizer:

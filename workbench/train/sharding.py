@@ -28,7 +28,7 @@ from workbench.train.blocks import find_blocks
 from workbench.train.offload import mark_on_host
 from workbench.train.precision import TYPES
 from workbench.train.ranks import Layout
-from workbench.train.sharded_tensors import broadcast_parameters, full_tensor, local_part, use_local_parameters
+from workbench.train.sharded_tensors import broadcast_parameters, full_tensor, is_dtensor, local_part, use_local_parameters
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def calling(model: nn.Module) -> Iterator[None]:
     if not any(prepared):
         raise TaskError(
             "the task's loss(model, batch) did not call model(…) itself, and only then are the gradients of the ranks averaged: put what "
-            "it does with model.module, such as encode and decode, into the model's forward, and call model(…)"
+            "it does with model.module or with methods, such as encode and decode, into the model's forward, and call model(…)"
         )
 
 
@@ -249,6 +249,46 @@ def _unreduced(model: Any, last: bool) -> Iterator[None]:
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last)
     yield
+
+
+class ChangesInForward:
+    """Refuses a forward that changes parameters, such as those of a momentum teacher: FSDP2 drops the change with what it has gathered."""
+
+    def __init__(self, model: nn.Module, *, forwards: int, parallel: str) -> None:
+        """Watch the next forwards of a model that FSDP2 shards; in the first one, a teacher may be equal to what it follows."""
+        from torch.distributed.fsdp import FSDPModule
+
+        self._model, self._forwards, self._parallel = model, forwards, parallel
+        self._before: dict[nn.Module, dict[str, Tensor]] = {}
+        self._handles = [
+            handle
+            for part in model.modules()
+            if isinstance(part, FSDPModule)
+            for handle in (part.register_forward_pre_hook(self._keep), part.register_forward_hook(self._compare, prepend=True))
+        ]
+
+    def _keep(self, part: Any, *_: Any) -> None:
+        self._before[part] = _norms(part)
+
+    def _compare(self, part: Any, *_: Any) -> None:
+        before = self._before.pop(part, {})
+        for name, norm in _norms(part).items():
+            if name in before and not torch.equal(norm, before[name]) and not norm.isnan():
+                name = next(full for full, weight in self._model.named_parameters() if weight is part.get_parameter(name))
+                raise TaskError(
+                    f'the forward changes the parameter {name!r}, and parallel="{self._parallel}" drops the change with the parameters '
+                    'that it has gathered for the forward; try parallel="zero1", or keep what changes as a buffer'
+                )
+        self._forwards -= part is self._model
+        if not self._forwards:
+            for handle in self._handles:
+                handle.remove()
+
+
+def _norms(part: nn.Module) -> dict[str, Tensor]:
+    """The norms of the parameters of a module that are gathered."""
+    gathered = {name: weight.detach() for name, weight in part.named_parameters() if not is_dtensor(weight)}
+    return {name: torch.linalg.vector_norm(weight, dtype=torch.float64) for name, weight in gathered.items() if weight.is_floating_point()}
 
 
 def reshard(module: nn.Module) -> None:

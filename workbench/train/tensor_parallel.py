@@ -59,13 +59,22 @@ def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.de
 
 
 def _own_plan(module: nn.Module) -> dict[str, str]:
-    """The plan of a Hugging Face model; some of its names are relative to the base model."""
+    """The plan of a Hugging Face model, without layers with tied weights; some of its names are relative to the base model."""
     plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None) or {}
     names, inner = [name for name, _ in module.named_modules()], f"{getattr(module, 'base_model_prefix', '')}."
-    return {
+    shared = _shared(module)
+    tied = [name for name, part in module.named_modules() if any(id(weight) in shared for weight in part._parameters.values())]
+    absolute = {
         pattern if any(fnmatchcase(name, pattern) for name in names) or pattern.startswith(inner) else inner + pattern: style
         for pattern, style in plan.items()
     }
+    return {pattern: style for pattern, style in absolute.items() if not any(fnmatchcase(name, pattern) for name in tied)}
+
+
+def _shared(module: nn.Module) -> set[int]:
+    """The parameters, by `id`, that several modules have."""
+    uses = Counter(weight for part in module.modules() for weight in part._parameters.values() if weight is not None)
+    return {id(weight) for weight, count in uses.items() if count > 1}
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> "dict[str, ParallelStyle]":
@@ -80,8 +89,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> "dict[s
         TaskError: a pattern without a module, an unknown style, or a layer that cannot be split.
     """
     named = dict(module.named_modules())
-    uses = Counter(weight for part in named.values() for weight in part._parameters.values() if weight is not None)
-    shared = {id(weight) for weight, count in uses.items() if count > 1}
+    shared = _shared(module)
     styles = dict[str, Any]()
     for pattern, style in plan.items():
         if style not in STYLES:

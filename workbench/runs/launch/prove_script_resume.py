@@ -35,7 +35,7 @@ WHOLE = (
 """What to do about a save that a kill can cut in two."""
 ITEMS = {
     "weights": "the weights that the step updates",
-    "samples": "the samples (sampler, position in the data)",
+    "samples": "the samples (sampler, position in the data, a save between two micro-batches)",
     "random": "the random numbers (RNG of torch)",
     "others": "the random numbers of numpy or Python (RNG)",
     "optimizer": "the optimizer's state",
