@@ -11,6 +11,7 @@ from hypothesis import given, strategies
 
 import workbench as wb
 from workbench.__main__ import main
+from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
 from workbench.runs.budgets import QUANTITIES, check_run, read_limit
 from workbench.runs.spec import ScriptSpec
@@ -62,6 +63,16 @@ def test_it_says_which_of_the_two_runs_lacks_a_figure(run_dir: Path, by_hand: An
     assert states(check) == {"step": "not measured", "data_wait": "met"}
     assert "the run to compare with, before, has no step: it has no measured step; it is a run of experiments (diagnose)" in str(check)
     assert "the run, now, has no peak_memory" in str(check_run(run_dir, {"peak_memory": "1 GiB"}))
+
+
+def test_it_says_in_what_the_two_runs_differ_beside_their_knobs(run_dir: Path, by_hand: Any) -> None:
+    before = by_hand(name="before").steps(60).losses(20).ended("finished").path
+    assert "the two differ" not in str(check_run(run_dir, {"step": "+5 %"}, against=before))
+    for path, digest in ((before, "1"), (run_dir, "2")):
+        run_directory.write_json(path / run_directory.GIT, {"commit": digest * 40, "branch": digest})
+        run_directory.write_json(path / run_directory.ENVIRONMENT, {"code": {"task.py": digest}, "versions": {"torch": "2.13"}})
+    said = "the two differ in git (commit), code (task.py): a limit may be met or exceeded because of that"
+    assert said in str(check_run(run_dir, {"step": "+5 %"}, against=before))
 
 
 def test_the_loss_of_a_script_is_not_recorded(by_hand: Any) -> None:
