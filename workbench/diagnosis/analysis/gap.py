@@ -115,9 +115,14 @@ class Gap(JsonDataclass):
         return tuple(sorted(large, key=lambda part: -part.seconds.mid))
 
     @property
+    def by_others(self) -> float:
+        """Seconds per step that other processes take beyond doubt: 0 where their part's interval reaches 0."""
+        return self[OTHERS].mid if self[OTHERS].low > 0 else 0.0
+
+    @property
     def named_in_words(self) -> list[str]:
         """The named parts as shares of the step, the largest first; before them other processes, where they take more than the cause."""
-        others = [part for part in self.parts if part.cause == OTHERS and part.seconds.mid > self[self.cause].mid]
+        others = [part for part in self.parts if part.cause == OTHERS and self.by_others > self[self.cause].mid]
         what = {OTHERS: f"{DISTURBED}, no property of the training"}
         return [
             f"{units.percent(part.seconds.mid / self.step.mid)} of the step: {what.get(part.cause, part.words)}"

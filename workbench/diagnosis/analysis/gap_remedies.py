@@ -221,10 +221,11 @@ def _accumulate(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Reme
 
     low, mid, high = (speedup(ends(end)) for end in ("low", "mid", "high"))
     now = spec.accumulation if spec else e.accumulation
+    without = "no reduction" if e.script and e.gradients is None else "no_sync()"  # no DDP was seen
     yield Remedy(
         name=f"accumulation={MORE * now}",
         change={"accumulation": MORE * now} if spec else {},
-        what=f"Reduce gradients once per {MORE * now} micro-batches: accumulation with no_sync() in between.",
+        what=f"Reduce gradients once per {MORE * now} micro-batches: accumulation with {without} in between.",
         speedup=mid,
         low=min(mid, 1 + 0.8 * (low - 1)),
         high=max(mid, 1 + 1.25 * (high - 1)),

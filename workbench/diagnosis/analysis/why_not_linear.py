@@ -98,10 +98,10 @@ class WhyNotLinear(JsonDataclass):
     def headline(self) -> str:
         """The cause, preceded by other processes if they take more; without a cause: those, close to linear, or no single cause."""
         if self.cause:
-            return f"{DISTURBED}, and {self.cause}" if self.gap[OTHERS].mid > self.gap[self.cause].mid else self.cause
+            return f"{DISTURBED}, and {self.cause}" if self.gap.by_others > self.gap[self.cause].mid else self.cause
         if self.efficiency > CLOSE or self.gap.few_rare:
             return "not clear" if self.gap.few_rare else "close to linear"
-        return DISTURBED if self.gap[OTHERS].mid > self.gap.seconds / 2 else "no single cause"
+        return DISTURBED if self.gap.by_others > self.gap.seconds / 2 else "no single cause"
 
     @property
     def in_doubt(self) -> bool:
