@@ -25,6 +25,8 @@ ARMS = {
     "all": "the training as it is",
 }
 """Arm → what runs in it."""
+FED = ("one", "strangers", "all")
+"""Arms with batches from the loader."""
 CROWDED = 0.85
 """Part of the cores from which on ranks that use so much get into each other's way. Chosen: threads that wake up at the same moment do so
 well before all cores are busy all the time. It decides how waits for a core are divided between the ranks and other processes."""
@@ -32,10 +34,9 @@ FOREIGN = 0.1
 """Share of the cores taken by others from which on a part of the waits for a core is theirs. Chosen; it decides the name of a part."""
 MIN_FOREIGN = 0.1
 """Cores taken by other processes from which on a note says so. Chosen."""
-LONG, RARE = 3.0, 0.125
-"""Times the median step of its arm from which on a step is long, and the fraction of an arm's steps up to which such steps are rare.
-Chosen: of a block of 8 steps one may be long. Medians over rounds would leave rare ones out, or count them eightfold, so they are counted
-apart."""
+LONG, RARE = 3.0, 0.2
+"""Times the median step of its arm from which on a step is long, and the fraction of steps up to which such steps are rare. Chosen: one
+in five may be long. Medians over rounds would leave rare ones out, or count them eightfold, so they are counted apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,9 +318,9 @@ class Rounds:
         """Of all blocks."""
 
         def figures(arm: str) -> list[_Figures]:
-            blocks = evidence.rounds(arm)
-            long, own = RareSteps.of(blocks), [block.of_rank(evidence.one) for block in blocks] if arm in ("one", "strangers") else []
-            alone = RareSteps.of(own).all_seconds(own) if own else [(0.0, 0, 0)] * len(blocks)
+            blocks, beside = evidence.rounds(arm), [evidence.rounds(other) for other in FED] if arm in FED else []
+            long, own = RareSteps.of(blocks, beside), [block.of_rank(evidence.one) for block in blocks] if arm in FED[:2] else []
+            alone = RareSteps.of(own, beside).all_seconds(own) if own else [(0.0, 0, 0)] * len(blocks)
             found = []
             for block, rare, rare_alone in zip(map(long.without, blocks), long.all_seconds(blocks), alone, strict=True):
                 lows = (lower_quartile(block.paces), lower_quartile(block.joint_steps))
@@ -331,7 +332,7 @@ class Rounds:
     @property
     def rare_count(self) -> int:
         """How many rare long steps were seen."""
-        return sum(block.rare[2] for arm in ("one", "strangers", "all") for block in self.arms[arm])
+        return sum(block.rare[2] for arm in FED for block in self.arms[arm])
 
     def seconds(self, picks: Sequence[int] | None = None) -> ArmSeconds:
         """The medians over rounds of each arm.
@@ -381,6 +382,13 @@ class Rounds:
         )
 
 
+def _long_steps(blocks: Sequence[GapBlock]) -> tuple[float, int, int]:
+    """Seconds of the median step, how many steps are long, and how many there are."""
+    paces = [pace for block in blocks for pace in block.known_paces]
+    usual = statistics.median(paces) if paces else math.nan
+    return usual, sum(pace > LONG * usual for pace in paces), len(paces)
+
+
 @dataclass(frozen=True, slots=True)
 class RareSteps:
     """Which steps of an arm are long and rare, by the seconds of the slowest rank without waits for a core."""
@@ -391,12 +399,12 @@ class RareSteps:
     """Seconds from which on a step is one of them; inf = there are none."""
 
     @classmethod
-    def of(cls, blocks: Sequence[GapBlock]) -> "RareSteps":
-        """Of the blocks of an arm."""
-        paces = [pace for block in blocks for pace in block.known_paces]
-        usual = statistics.median(paces) if paces else math.nan
-        long = sum(pace > LONG * usual for pace in paces)
-        return cls(usual, LONG * usual if 0 < long <= RARE * len(paces) else math.inf)
+    def of(cls, blocks: Sequence[GapBlock], beside: Sequence[Sequence[GapBlock]] = ()) -> "RareSteps":
+        """Of the blocks of an arm; by those of it and of the arms `beside` is known whether long steps are rare."""
+        usual, long, count = _long_steps(blocks)
+        others = [_long_steps(other) for other in beside]
+        longs, counts = (sum(column) for column in zip((long, count), *(other[1:] for other in others), strict=True))
+        return cls(usual, LONG * usual if 0 < longs <= RARE * counts else math.inf)
 
     def without(self, block: GapBlock) -> GapBlock:
         """The block with nan in place of these steps, on all ranks."""
