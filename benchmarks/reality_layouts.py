@@ -242,6 +242,19 @@ def other_source(slower: float = 2.0) -> list[tuple[Found, Interval, float]]:
     return found
 
 
+def memory_judged() -> Counter[tuple[bool, bool]]:
+    """Of the other source's layouts with tensor parallelism of at most 8: (did it run, is it said to fit) → how many.
+
+    Why those that did not run stopped is not published; not all need have run out of memory.
+    """
+    found: Counter[tuple[bool, bool]] = Counter()
+    for model in NANOTRON:
+        mine = tuple(one for one in TRIED if one.model == model and one.tensor <= 8)
+        held = memory(workload_of(model), layouts_of(mine), OTHER.device.name).total
+        found.update((math.isfinite(one.seconds), bool(used <= ROOM)) for one, used in zip(mine, held, strict=True))
+    return found
+
+
 def named(model: str, poll: float | None = None, checked: bool | None = None) -> tuple[Version, ...]:
     """The versions of the other source's trainer, of one of its models."""
     return versions_of(workload_of(model), TRAINER, poll, checked, efficiency_of(OTHER.device, "amp_bf16"))
@@ -677,12 +690,14 @@ def main() -> None:
                 f"({said.low:.3f} … {said.high:.3f}), measured {one.seconds:.3f}, {where}; held {held / 1e9:.0f} GB, "
                 f"printed {one.gigabytes:.0f}"
             )
-    every = other_source(math.inf)
-    print(
-        f"  said to fit: {sum(used <= 0.95 * 80e9 for *_, used in every)} of {len(every)} that ran; printed bytes over ours, median",
-        end=" ",
-    )
-    print(f"{statistics.median(row.gigabytes * 1e9 / used for row, _, used in every):.2f}")
+    every, fits = other_source(math.inf), memory_judged()
+    right, grids = fits[True, True] + fits[False, False], [row for grid in GRIDS for row in rows(grid).values()]
+    both = (right + sum(row.fits == math.isfinite(row.measured) for row in grids)) / (fits.total() + len(grids))
+    printed = statistics.median(row.gigabytes * 1e9 / used for row, _, used in every)
+    print(f"  said to fit: {fits[True, True]} of {len(every)} that ran; printed bytes over ours, median {printed:.2f}")
+    stopped = fits[False, True] + fits[False, False]
+    print(f"  said to fit: {fits[False, True]} of {stopped} that did not run; right at least {right} of {fits.total()}, ", end="")
+    print(f"{right / fits.total():.3f}; with the grids {both:.3f}")
     print_versions()
     print_tries()
     print_calibrated()
