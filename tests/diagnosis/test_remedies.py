@@ -622,16 +622,16 @@ def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear(
     remedies = remedies_for(evidence, unclear)
     assert [(remedy.name, remedy.scope) for remedy in remedies] == [("threads=1", "general")]
     found = Diagnosis(evidence=evidence, judgement=unclear, remedies=remedies)
-    assert found.next.startswith(
-        f"{QUIETER} Until then nothing is recommended. Of what was tried, threads=1 gained most, whatever the cause, "
-    )
-    assert found.next.endswith("Use 1 thread per operator: torch.set_num_threads(1), or OMP_NUM_THREADS=1. prove('threads=1') tries it.")
+    assert found.next.startswith(f"First threads=1, which gains whatever the cause, {remedies[0].gain}: Use 1 thread per operator: ")
+    assert found.next.endswith(f"prove() tries it. Then: {QUIETER}")
     assert "Predicted" not in found.next
-    said = str(found.prove())
-    assert said.startswith("The verdict is inconclusive (noise), so prove() has nothing to run: name what to try. ")
-    assert "prove('threads=1')" in said
+    assert found.remedy() == remedies[0]
+    unsure = dataclasses.replace(found, remedies=(dataclasses.replace(remedies[0], low=0.9),))
+    assert unsure.next == QUIETER
+    assert str(unsure.prove()).startswith("The verdict is inconclusive (noise), so prove() has nothing to run: name what to try. ")
     assert found.remedy("threads=1") == remedies[0]
-    assert "prove(1) runs" not in str(found)
+    assert "prove(1) runs" in str(found)
+    assert "prove(1) runs" not in str(unsure)
     assert "--prove" not in str(dataclasses.replace(found, spec=SPEC).brief()["next"]["command"])
     curve = found.loader_curve
     assert curve is not None

@@ -196,7 +196,7 @@ class Advice:
             once = self.evidence.loading is not None and self.evidence.loading.kind == "once"
             usual = TO_LEARN_MORE.get(self.judgement.cause, ONCE if once else f"{QUIETER} {self._larger_budget}".strip())
             enough = self._larger_budget if self.judgement.cause == "not enough was tried" else ""
-            return (self._more_steps if unsure else enough or usual) + self._not_recommended
+            return self._sure_before + (self._more_steps if unsure else enough or usual)
         if not self.remedies:
             return self._without_remedies
         first = surer_remedy(self.remedies)
@@ -265,15 +265,17 @@ class Advice:
         return f"What {best.name} is predicted to gain, {best.gain}, is within the noise.{tries}{also} {again}"
 
     @property
-    def _not_recommended(self) -> str:
-        """Of an inconclusive verdict: what gained most of the changes that an experiment tried, as a sentence after another."""
-        best = self.remedies[0] if self.remedies else None
-        if best is None or not best.provable:
+    def sure_whatever(self) -> Remedy | None:
+        """Of an inconclusive verdict: what gained most of the changes that an experiment tried and that surely gain; None = none."""
+        tried = self.judgement.verdict == "inconclusive" and self.judgement.cause != UNMARKED
+        return next((remedy for remedy in self.remedies if remedy.provable and remedy.low > 1), None) if tried else None
+
+    @property
+    def _sure_before(self) -> str:
+        """That change, as a sentence before another."""
+        if (sure := self.sure_whatever) is None:
             return ""
-        return (
-            f" Until then nothing is recommended. Of what was tried, {best.name} gained most, whatever the cause, {best.gain}: {best.what} "
-            f"prove({best.name!r}) tries it."
-        )
+        return f"First {sure.name}, which gains whatever the cause, {sure.gain}: {sure.what} prove() tries it. Then: "
 
     def _misfit(self, best: Remedy) -> str:
         """`loader_misfit`, if the remedy is one of the loader's."""

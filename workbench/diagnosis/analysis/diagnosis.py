@@ -128,8 +128,8 @@ class Diagnosis(JsonDataclass):
 
     @property
     def _chosen(self) -> Remedy | None:
-        """What `prove()` runs; where the verdict is inconclusive, nothing."""
-        if (sure := self._advice.sure_gain) and sure.provable:
+        """What `prove()` runs; where the verdict is inconclusive, only what surely gains."""
+        if (sure := self._advice.sure_gain or self._advice.sure_whatever) and sure.provable:
             return sure
         return None if self.verdict == "inconclusive" else next((remedy for remedy in self.remedies if remedy.provable), None)
 

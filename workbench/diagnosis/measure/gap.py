@@ -32,7 +32,7 @@ from workbench.harness.peers import Peers
 
 BLOCK_SECONDS = 0.3
 """Seconds of a block, about."""
-LEAST_ROUNDS, MOST_ROUNDS, RARE_ROUNDS = 3, 12, 100
+LEAST_ROUNDS, MOST_ROUNDS, RARE_ROUNDS = 3, 12, 40
 """Rounds of all arms; the first for an interval at all, the second since more say little more, unless there are rare long steps, which need
 many."""
 NARROW = 0.02
@@ -132,7 +132,7 @@ class _Arms:
             self.turn(backwards=rounds % 2 == 1, first=not rounds)
             rounds += 1
             spent = self.bench.tick()
-            if spent + 1.2 * (spent - began) > budget or rounds >= (RARE_ROUNDS if self.rare() else MOST_ROUNDS):
+            if spent + 1.2 * (spent - began) > budget or rounds >= RARE_ROUNDS or (rounds >= MOST_ROUNDS and not self.rare()):
                 break
             if rounds >= LEAST_ROUNDS and self.peers.agree(self.clear(), all):
                 break
