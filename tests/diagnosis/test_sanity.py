@@ -310,6 +310,7 @@ def test_labels_from_which_few_samples_teach_nothing_are_doubtful() -> None:
 def test_what_is_frozen_on_purpose_is_said() -> None:
     report = wb.sanity(task("frozen"), frozen="body.*")
     assert report.ok, report
+    assert "all 4 parameters get one" in str(report)  # of those that are judged
 
 
 def test_a_step_is_checked_and_restored() -> None:

@@ -241,6 +241,36 @@ def warm() -> tuple[Tensor, Tensor]:
     return inputs, 15 + 8 * torch.tanh(inputs[:, :1])
 
 
+def rare() -> tuple[Tensor, Tensor]:
+    """Half a percent of the samples are of the second class."""
+    inputs = points(8192)[0]
+    return inputs, (inputs[:, 0] + inputs[:, 1] > 3.6).long()
+
+
+class Margin(nn.Module):
+    """As ArcFace: cosines times a scale, of which the right ones are made smaller on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes = perceptron(8), nn.Parameter(torch.randn(CLASSES, 8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        cosines = F.linear(F.normalize(self.body(x)), F.normalize(self.classes))
+        return 30 * (cosines - 0.3 * F.one_hot(labels, CLASSES))
+
+
+class Half(nn.Module):
+    """Weights in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, CLASSES)).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.body(x.bfloat16()).float()
+        return logits
+
+
 def counts(model: nn.Module, batch: Any) -> Tensor:
     return F.poisson_nll_loss(model(batch[0]).squeeze(1), 4.0 + batch[1], full=True)
 
@@ -256,6 +286,8 @@ SOUND: dict[str, tuple[wb.Task, tuple[str, ...]]] = {
         task(lambda: perceptron(1), lambda m, b: F.huber_loss(m(b[0]), b[1]), warm, optimizer="adam(lr=0.001)"),
         ("overfitting", "label alignment"),
     ),
+    "a rare class": (task(lambda: perceptron(2), data=rare, optimizer="adam(lr=0.001)"), ("label alignment",)),
+    "a margin": (task(Margin, lambda m, b: F.cross_entropy(m(*b), b[1])), ("initial loss",)),
     "counts": (task(lambda: perceptron(1), counts), ("overfitting",)),
     "a loss below zero": (task(loss=likelihood), ("initial loss", "overfitting", "label alignment")),
     "language": (task(Language, next_token, sentences), ("gradient flow", "label alignment")),
@@ -267,6 +299,50 @@ def test_sound_trainings_of_unusual_kinds_are_not_blamed(name: str) -> None:
     sound, checks = SOUND[name]
     found = checked(sound, *checks)
     assert [check for check in found.values() if check.passed is False] == []
+
+
+def test_rounding_in_bf16_is_no_fault_of_micro_batches() -> None:
+    found = checked(task(Half), "accumulation", accumulation=2)["accumulation"]
+    assert found.passed, found
+
+
+def slope(model: nn.Module, batch: Any) -> Tensor:
+    """As in a network that solves a differential equation, the gradient of the inputs is part of the loss."""
+    inputs = batch[0].clone().requires_grad_()
+    outputs = model(inputs)
+    (grad,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return (grad.sum(1) + outputs[:, 0]).square().mean()
+
+
+def test_a_loss_of_gradients_is_checked_as_others_are() -> None:
+    found = checked(
+        task(loss=slope, model=lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))), "batch independence", "modes"
+    )
+    assert found["batch independence"].passed, found
+    assert found["modes"].passed, found
+
+
+def test_what_repeats_by_itself_and_what_is_sorted_is_no_fault() -> None:
+    """Samples of one or two whole numbers are often equal, and data sorted by class has batches of a single target."""
+    few = task(lambda: nn.Embedding(6, CLASSES), data=lambda: (torch.randint(6, (512,)), torch.randint(CLASSES, (512,))))
+    assert checked(few, "duplicates")["duplicates"].passed is None
+    training = of_task(task(), wb.RunSpec(task="given", device="cpu"), ())
+    inputs, labels = points()
+    order = labels.argsort()
+    training.stream = lambda: iter(DataLoader(TensorDataset(inputs[order], labels[order]), 32))
+    found = checked(training, "label alignment")["label alignment"]
+    assert (found.passed, "sorted" in found.figure) == (None, True), found
+
+
+def test_a_data_set_of_one_sample_need_not_be_learnt_by_heart() -> None:
+    """A graph may be all that there is: its nodes are no few samples."""
+    noise = torch.randn(1, 400, WIDTH), torch.randint(CLASSES, (1, 400))
+
+    def of_nodes(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    found = checked(task(loss=of_nodes, data=lambda: noise), "overfitting")["overfitting"]
+    assert (found.passed, "all of the data" in found.figure) == (None, True), found
 
 
 def test_a_first_loss_that_is_low_by_chance_is_no_rise() -> None:
@@ -352,6 +428,67 @@ def test_gradients_that_are_never_set_to_zero_are_named(clears: bool) -> None:
     with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
         found = checked(training, "gradient flow")["gradient flow"]
     assert (found.passed, found.cause) == ((True, "") if clears else (False, "gradients_add_up"))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("no step", "never_stepped"),
+        ("step before backward", "never_stepped"),
+        ("zero_grad in between", "never_stepped"),
+        ("zeros in between", "never_stepped"),
+        ("a rule of its own", ""),
+        ("eight micro-batches", ""),
+    ],
+)
+def test_gradients_with_which_no_optimizer_steps_are_named(how: str, cause: str) -> None:
+    """They arrive, so no detach() is to blame; and a loop may update its weights itself, or not in each call."""
+    model, calls = perceptron(), [0]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    def step(batch: Any) -> Tensor:
+        calls[0] += 1
+        loss = classify(model, batch)
+        if how == "a rule of its own":
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for weight, grad in zip(model.parameters(), grads, strict=True):
+                    weight -= 0.1 * grad
+            return loss
+        if how == "step before backward":
+            optimizer.zero_grad()
+            optimizer.step()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if how.endswith("in between"):
+            optimizer.zero_grad(set_to_none=how.startswith("zero_grad"))
+            optimizer.step()
+        if how == "eight micro-batches" and calls[0] % 8 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
+        found = checked(training, "gradient flow")["gradient flow"]
+    assert (found.passed, found.cause) == (not cause, cause), found
+
+
+def test_a_rate_that_a_schedule_takes_to_zero_is_no_fault_of_the_model() -> None:
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.003)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)  # called once a batch, not once an epoch
+
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = classify(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        return loss
+
+    with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
+        found = checked(training, "overfitting")["overfitting"]
+    assert found.passed is None, found
+    assert "the learning rate falls from 0.003 to " in found.figure
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,8 @@ from workbench.train.validation import evaluate_alone, validation_data
 
 OBSERVED = 4
 """Steps that are watched: a layer that begins at zero gets its gradient after the first."""
+MOST_OBSERVED = 64
+"""Steps that are taken until each optimizer has stepped, which need not be in each call: gradients may add up over several."""
 FEW = 8
 """Samples to learn by heart."""
 
@@ -87,6 +90,10 @@ class Seen:
     """Modules whose training mode a step has changed."""
     got: set[int] = field(default_factory=set)
     """Ids of parameters with a gradient."""
+    arrived: set[int] = field(default_factory=set)
+    """Ids of parameters to which a backward brought a gradient that is not zero, whether or not an optimizer used it."""
+    changed: set[int] = field(default_factory=set)
+    """Ids of parameters whose values the steps have changed."""
     nonzero: set[int] = field(default_factory=set)
     nonfinite: set[int] = field(default_factory=set)
     same_units: set[int] = field(default_factory=set)
@@ -259,7 +266,10 @@ def observe(training: Training) -> Seen:
 
     weights = [weight for model in training.models for weight in model.parameters()]
 
+    stepped = set[int]()
+
     def stepping(optimizer: Optimizer, *_: Any) -> None:
+        stepped.add(id(optimizer))
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         for weight in {id(weight): weight for weight in [*weights, *held]}.values():
             note(weight)
@@ -275,18 +285,31 @@ def observe(training: Training) -> Seen:
         ]
         for optimizer in training.optimizers
     }
-    hook = register_optimizer_step_pre_hook(stepping)
+
+    def arrives(weight: Tensor, grad: Tensor) -> None:
+        if id(weight) not in seen.arrived and grad.layout == torch.strided and bool(torch.count_nonzero(grad)):
+            seen.arrived.add(id(weight))
+
+    handles: list[Any] = [register_optimizer_step_pre_hook(stepping)]
+    handles += [weight.register_hook(partial(arrives, weight)) for weight in weights if weight.requires_grad]  # type: ignore[no-untyped-call]
+    sizes = [float(weight.detach().double().norm()) for weight in weights]
     before = [(name, part, part.training) for model in training.models for name, part in model.named_modules()]
     try:
         with seen.watched.on():
-            for batch in itertools.islice(training.stream(), OBSERVED):
+            batches = training.stream()
+            for batch in itertools.islice(batches, OBSERVED):
                 seen.batches.append(batch)
                 seen.losses.append(loss_value(training.step(batch)))
                 seen.modes += [name or type(part).__name__ for name, part, mode in before if part.training != mode and not seen.modes]
+        for batch in itertools.islice(batches, MOST_OBSERVED - OBSERVED):
+            if stepped >= {id(optimizer) for optimizer in training.optimizers}:
+                break
+            training.step(batch)
     finally:
-        hook.remove()
-        for one in itertools.chain(*arrived.values()):
+        for one in itertools.chain(handles, *arrived.values()):
             one.remove()
+    now = [float(weight.detach().double().norm()) for weight in weights]
+    seen.changed = {id(weight) for weight, old, new in zip(weights, sizes, now, strict=True) if old != new}
     seen.same_units = {id(weight) for model in training.models for part in model.modules() for weight in _same_units(part)}
     held = {id(weight) for optimizer in training.optimizers for group in optimizer.param_groups for weight in group["params"]}
     if held:

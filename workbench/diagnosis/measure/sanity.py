@@ -90,12 +90,12 @@ def _short(error: Exception) -> str:
 
 def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     batches = [tensor for batch in seen.batches for tensor in tensors_of(batch)]
-    values = [tensor.double() for tensor in batches if tensor.is_floating_point() and tensor.numel()]
+    values = [tensor.detach().double() for tensor in batches if tensor.is_floating_point() and tensor.numel()]
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in values)
     if bad:
         return judged(f"{bad} values are NaN or infinite in {len(seen.batches)} batches", "nonfinite_inputs")
     given = tensors_of(seen.watched.root or ())
-    fed = [tensor.double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
+    fed = [tensor.detach().double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
     scales = [(float(tensor.square().mean().sqrt()), float(tensor.std()) if tensor.numel() > 1 else 0.0) for tensor in fed]
     if max(map(Tensor.numel, fed), default=0) > 1 and not any(spread for _, spread in scales):
         return judged(f"all are {float(fed[0].flatten()[0]):.3g}", "constant_inputs")
@@ -116,7 +116,10 @@ def _duplicates(training: Training, seen: Seen, line: Line, done: dict[str, Chec
             raise Unjudged("the samples of a batch cannot be told apart" if not tensors else "batches have fewer than 4 samples")
         distinct = {hash(tuple(_content(tensor[row]) for tensor in tensors if tensor[row].numel())) for row in range(count)}
         worst = max(worst, 1 - len(distinct) / count)
-    return judged(f"{units.percent(worst)} of a batch are copies", "duplicate_samples" if worst > COPIES else "")
+    figure = f"{units.percent(worst)} of a batch are copies"
+    if worst > COPIES and all(not tensor.is_floating_point() and tensor[0].numel() < 4 for tensor in tensors):
+        raise Unjudged(f"{figure}: samples of a few whole numbers are often equal")
+    return judged(figure, "duplicate_samples" if worst > COPIES else "")
 
 
 def _content(tensor: Tensor) -> bytes:
@@ -125,7 +128,6 @@ def _content(tensor: Tensor) -> bytes:
 
 def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     loss, calls = seen.losses[0], seen.watched.losses
-
     for call in calls:
         if call.name.startswith("binary_cross_entropy"):
             low, high = float(call.target.min()), float(call.target.max())
@@ -168,6 +170,8 @@ def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     chance = math.log(one.input.shape[1])
     figure = f"{mean:.3f}, chance is ln({one.input.shape[1]}) = {chance:.3f}"
     if mean > 1.5 * chance + 1:
+        if seen.watched.normalises:
+            raise Unjudged(f"{figure}: logits of normalised vectors have a scale that is chosen, and perhaps a margin")
         return judged(figure, "large_logits")
     if mean < 0.5 * chance:
         raise Unjudged(f"{figure}: the weights are trained already, or the inputs tell the labels")
@@ -204,19 +208,29 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
         for path, part in model.named_modules():
             for name, weight in part.named_parameters(recurse=False):
                 full = f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
-                count += 1
                 if any(fnmatch.fnmatch(each, pattern) for pattern in training.frozen for each in (full, which + full)):
                     continue
+                count += 1
                 if cause := _fault(weight, part, seen, held):
                     faults.setdefault(cause, []).append(which + full)
     if not count:
-        raise Unjudged("no model was found: give model=")
+        raise Unjudged("every parameter is frozen on purpose" if training.models else "no model was found: give model=")
     if lost := seen.unregistered:
         return judged(f"{units.several(len(lost), 'module')} with weights in no model", "not_registered", _first(lost))
     if not faults:
         return judged(f"all {count} parameters get one")
     order = (
-        *("nonfinite_gradient", "gradients_add_up", "detached", "frozen", "unused", "zero_gradient", "not_in_optimizer", "same_units"),
+        *(
+            "nonfinite_gradient",
+            "gradients_add_up",
+            "never_stepped",
+            "detached",
+            "frozen",
+            "unused",
+            "zero_gradient",
+            "not_in_optimizer",
+            "same_units",
+        ),
         "cancelled_bias",
     )
     cause = min(faults, key=order.index)
@@ -236,6 +250,8 @@ def _fault(weight: Tensor, part: nn.Module, seen: Seen, held: set[int]) -> str:
         return "frozen"
     if id(weight) in seen.nonfinite:
         return "nonfinite_gradient"
+    if id(weight) not in seen.nonzero and id(weight) in seen.arrived:
+        return "" if id(weight) in seen.changed - seen.got else "never_stepped"
     if id(weight) not in seen.got:
         return "detached" if id(part) in seen.watched.ran else "unused"
     if id(weight) not in seen.nonzero:
@@ -302,8 +318,8 @@ def _inputs_of_model(training: Training, seen: Seen, count: int) -> tuple[Any, A
     else:
         watched = Watched(training.models)
         batch = training.few(count)
-        with torch.no_grad(), watched.on():
-            training.loss(batch)
+        with watched.on():
+            training.loss(batch)  # it may take gradients of its inputs
         root, samples = watched.root, count
     if root is None or not samples or samples < 2:
         raise Unjudged("the samples of a batch cannot be told apart")
@@ -444,12 +460,13 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
     norms = any(isinstance(part, NORMS) for part in model.modules())
     mode = "in evaluation mode" + "; in training mode batch norm makes them differ" * norms
     figure = f"{parts} micro-batches of {size} differ from the batch of {count} by {difference:.2g}, {mode}"
-    if difference < UNEQUAL:
+    limit = max(UNEQUAL, *(4 * torch.finfo(weight.dtype).eps for weight in weights))  # bf16 rounds to 0.008
+    if difference < limit:
         return judged(figure)
-    if float((gradient(training.few(count), seed=1)[0] - whole).norm()) / norm > UNEQUAL:
+    if float((gradient(training.few(count), seed=1)[0] - whole).norm()) / norm > limit:
         raise Unjudged("model or loss draw random numbers in evaluation mode, too, and others for parts of a batch")
     slope = float(total @ whole) / norm**2
-    if float((total - slope * whole).norm()) / norm < UNEQUAL * 10 and abs(slope * parts - 1) < 0.05:
+    if float((total - slope * whole).norm()) / norm < limit * 10 and abs(slope * parts - 1) < 0.05:
         return judged(figure, "sum_reduction")
     targets = [sum(call.targets for call in part.losses) for _, part, *_ in several]
     if len(set(targets)) > 1:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,9 @@ RISEN = 1.1
 """Factor by which all later losses exceed the first if the learning rate ruins the training; labels that carry nothing leave it
 at chance."""
 NOT_EVEN_THE_MEAN = 1.5
-"""With more times the loss of the best constant, a model has not even learnt the mean of its targets; else the factor is about 1."""
+"""With more times the loss of the best constant output, a model has not even learnt the mean of its targets; else the factor is about 1."""
+FALLEN_RATE = 0.01
+"""Fraction of a learning rate that is left when a schedule has ended the training."""
 LEAST_STEPS = 50
 """Steps with true and with shuffled labels from which on it is a fault that they do not differ, or twice as many as learning a few samples
 by heart took, if that is less: a model needs time to learn anything."""
@@ -43,6 +45,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     batch = training.few(FEW) if training.few else seen.batches[0]
     count = samples_in(batch, None if training.few else training.batch_size) or FEW
     keep = SavedState(discover(training.step, *training.models, *training.optimizers))
+    rate = _largest_rate(training)
     first, left, known, steps = _by_heart(training.step, training, batch, line)
     least = known or 0.0
     figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
@@ -55,9 +58,13 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     if left - least <= LEARNT * (first - least):
         seen.steps_by_heart = steps
         return judged(figure)
+    if training.few and count < FEW and left < 0.9 * first:
+        raise Unjudged(f"{figure}: they are all of the data")
     if training.loss is None:
         if left < 0.9 * first:
             raise Unjudged(f"{figure}: not finished")
+        if (last := _largest_rate(training)) < FALLEN_RATE * rate:
+            raise Unjudged(f"{figure}, in which the learning rate falls from {rate:.3g} to {last:.3g}: does a schedule step too often?")
         return judged(figure, "does_not_overfit")
     maximizes = any(group.get("maximize") for optimizer in training.optimizers for group in optimizer.param_groups)
     loss, left_by_adam = training.loss, math.inf
@@ -90,6 +97,10 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     if known is None and min(left, left_by_adam) < 0.9 * first:
         raise Unjudged(f"{figure}, {left_by_adam:.3g} with Adam; how far this loss can fall is not known")
     return judged(figure, "does_not_overfit")
+
+
+def _largest_rate(training: Training) -> float:
+    return max((float(group["lr"]) for optimizer in training.optimizers for group in optimizer.param_groups if "lr" in group), default=0.0)
 
 
 def _by_heart(step: Callable[[Any], Any], training: Training, batch: Any, line: Line) -> tuple[float, float, float | None, int]:
@@ -156,19 +167,18 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     size = 0
     until, more = line.left * 0.6, ""
     arms: list[list[float]] = []
-    moved = False
-    calls: list[LossCall] = []
+    moved = 0
     for shuffled in (None, torch.Generator().manual_seed(1)):
         watched = Watched(training.models, shuffle=shuffled)
-        losses: list[float] = []
+        losses, targets = list[float](), list[Tensor]()
         with watched.on():
             for batch in itertools.islice(training.stream(), STEPS_WITH_LABELS) if shuffled is None else batches:
                 if shuffled is None:
                     batches.append(batch)
                     size += bytes_of(batch)
                 losses.append(loss_value(training.step(batch)))
-                if shuffled is not None and len(watched.losses) == 1 and watched.losses[0].name in ELEMENTWISE:
-                    calls = [*calls[-4:], watched.losses[0]]
+                latest = [call.target for call in watched.losses]
+                targets = [*(targets[-4:] if any(map(torch.is_floating_point, latest)) else targets), *latest]
                 watched.losses.clear()
                 line.say(f"learning from {'true' if shuffled is None else 'shuffled'} labels, step {len(losses)}")
                 more = ": give a larger budget_s" if line.left <= 0 or (shuffled is None and line.left < until) else more
@@ -178,8 +188,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
         arms.append(losses)
         moved = watched.moved
     true, other = arms
-    if other and not moved:
-        return _same_targets(seen)
+    if moved < len(other) / 2:
+        return _same_targets(seen, targets)
     gains = [second - first for first, second in zip(true, other, strict=False)][len(true) // 3 :]
     if not all(map(math.isfinite, gains)):
         return judged(f"within {len(true)} steps the loss becomes NaN or infinite", "rate_too_high", sure=False)
@@ -201,27 +211,52 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
         return judged(f"the loss rises {rise}, even with the true labels", "rate_too_high", sure=False)
     needed = 30 * call.input.shape[1] if call.name in ("cross_entropy", "nll_loss") and call.input.ndim > 1 else 500
     figure += f", after {samples} targets"
-    if calls and (times := _beside_constant(calls)) > NOT_EVEN_THE_MEAN:
-        raise Unjudged(f"{figure}: the loss is still {times:.2g} times that of the targets' mean: normalise the targets{more}")
-    if samples >= needed / 3 and mean < 3 * error and max(mean, 0.0) + 2 * error < 0.05 * usual:
+    alone = len(seen.watched.losses) == len(seen.batches) and math.isclose(call.mean(), seen.losses[0], rel_tol=0.01)
+    if alone and (constant := _of_constant(call, targets)):
+        times = statistics.fmean(other[-5:]) / constant
+        if times > NOT_EVEN_THE_MEAN:
+            advice = ": normalise the targets" if call.name in ELEMENTWISE else ""
+            raise Unjudged(f"{figure}: the loss is still {times:.2g} times that of an output that is always the same{advice}{more}")
+    rare = None if (counts := _counts(call, targets)) is None else int(counts.sum() - counts.max())
+    enough = samples >= needed / 3 and (rare is None or rare >= needed / 6)
+    if enough and mean < 3 * error and max(mean, 0.0) + 2 * error < 0.05 * usual:
         lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if len(true) < steps else ""
+        if not lacks and rare is not None and rare < needed // 2:
+            figure, lacks = f"{figure}, of which {rare} are not of the most frequent class", f"{needed // 2} of these"
         return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
     raise Unjudged(f"{figure}: too few to tell{more}")
 
 
-def _beside_constant(calls: list[LossCall]) -> float:
-    """The loss of these calls divided by that of the best constant, which is the mean of their targets, or their median."""
-    targets = [call.target.double().flatten(1) if call.target.ndim > 1 else call.target.double().flatten()[:, None] for call in calls]
-    rows = torch.cat(targets if len({part.shape[1] for part in targets}) == 1 else [part.flatten()[:, None] for part in targets])
-    best = rows.mean(0) if calls[0].name == "mse_loss" else rows.median(0).values
-    options = {name: value for name, value in calls[0].options.items() if name in ("delta", "beta")}
-    constant = LossCall(calls[0].name, best.expand_as(rows), rows, options).mean()
-    return statistics.fmean(call.mean() for call in calls) / (constant or math.inf)
+def _counts(call: LossCall, targets: Sequence[Tensor]) -> Tensor | None:
+    """How many of the targets are of each class; None = they are no classes."""
+    if call.name not in ("cross_entropy", "nll_loss") or any(map(torch.is_floating_point, targets)):
+        return None
+    known = torch.cat([part.flatten() for part in targets])
+    return known[(known != call.options.get("ignore_index", -100)) & (known >= 0)].bincount(minlength=1)
 
 
-def _same_targets(seen: Seen) -> Check:
+def _of_constant(call: LossCall, targets: Sequence[Tensor]) -> float:
+    """The loss of the best output that is always the same, for these targets of such calls; 0 = not known."""
+    if any(call.options.get(name) is not None for name in ("weight", "pos_weight")) or call.options.get("label_smoothing"):
+        return 0.0
+    rows = [
+        part.flatten(1) if part.ndim > 1 and call.name not in ("cross_entropy", "nll_loss") else part.reshape(-1, 1) for part in targets
+    ]
+    known = torch.cat(rows if len({part.shape[1] for part in rows}) == 1 else [part.reshape(-1, 1) for part in rows]).double()
+    if call.name in ("cross_entropy", "nll_loss"):
+        counts = _counts(call, targets)
+        shares = torch.zeros(0) if counts is None else counts[counts > 0] / counts.sum()
+        return float(-(shares * shares.log()).sum())
+    best = known.mean(0) if call.name.startswith(("mse", "binary")) else known.median(0).values
+    if call.name == "binary_cross_entropy_with_logits":
+        best = best.clamp(1e-6, 1 - 1e-6).logit()
+    options = {name: value for name, value in call.options.items() if name in ("delta", "beta")}
+    return LossCall(call.name, best.expand_as(known), known, options).mean()
+
+
+def _same_targets(seen: Seen, targets: Sequence[Tensor]) -> Check:
     """What it means that shuffling has changed no target: all are equal, or all of a call are, as those of a GAN."""
-    values = torch.cat([call.target.flatten().double() for call in seen.watched.losses])
+    values = torch.cat([target.flatten().double() for target in targets])
     if len(seen.watched.losses) == len(seen.batches) and len(values) > 1 and bool((values == values[0]).all()):
-        return judged(f"all {len(values)} targets of the first {len(seen.batches)} batches are {values[0]:g}", "constant_targets")
-    raise Unjudged("the targets of each batch are all the same, so that shuffling changes nothing")
+        return judged(f"all {len(values)} targets of {len(targets)} batches are {values[0]:g}", "constant_targets")
+    raise Unjudged("the targets of most batches are all the same, so that shuffling changes nothing: is the data sorted by class?")

@@ -25,6 +25,8 @@ ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 NOISE = {torch.randn, torch.randn_like, torch.normal, Tensor.normal_}
 """What a model calls to draw noise on purpose, as a variational autoencoder does."""
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, torch.bernoulli, torch.rand, torch.rand_like}
+NORMALISE = {F.normalize, F.cosine_similarity}
+"""What makes logits that are cosines."""
 RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6}
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -88,10 +90,12 @@ class Watched(TorchFunctionMode):
         self.scales: dict[str, tuple[float, float]] = {}
         """Layer of torch that is given data → their root mean square and deviation; if it normalises them, those of its output."""
         self.shuffle = shuffle
-        self.moved = False
-        """Whether the shuffling has changed a target."""
+        self.moved = 0
+        """Calls of losses in which the shuffling has changed a target."""
         self.noise: list[str] = []
         """Functions of `NOISE` that were called."""
+        self.normalises = False
+        """Whether one of `NORMALISE` was called."""
         self.dropped = False
         """Whether one of `DROPOUTS` was active."""
         self._models, self._names, self._stack = models, named_modules(models), list[int]()
@@ -151,12 +155,13 @@ class Watched(TorchFunctionMode):
             target = given["target"]
             if self.shuffle is not None and isinstance(target, Tensor) and target.ndim:
                 given["target"] = target[torch.randperm(len(target), generator=self.shuffle).to(target.device)]
-                self.moved = self.moved or not torch.equal(given["target"], target)
+                self.moved += not torch.equal(given["target"], target)
             options = {name: value for name, value in given.items() if name not in ("input", "target")}
             self.losses.append(LossCall(LOSSES[func], given["input"].detach(), target, options))
             return func(*bound.args, **bound.kwargs)
         if func in NOISE:
             self.noise.append(f"{'Tensor' if func is Tensor.normal_ else 'torch'}.{func.__name__}")
+        self.normalises = self.normalises or func in NORMALISE
         self.dropped = self.dropped or (func in DROPOUTS and _active(func, args, kwargs))
         result = func(*args, **kwargs)
         if func in RELUS and result.ndim > 1:
