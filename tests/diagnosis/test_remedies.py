@@ -632,7 +632,8 @@ def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear(
     assert found.remedy("threads=1") == remedies[0]
     assert "prove(1) runs" in str(found)
     assert "prove(1) runs" not in str(unsure)
-    assert "--prove" not in str(dataclasses.replace(found, spec=SPEC).brief()["next"]["command"])
+    assert "--prove" in str(dataclasses.replace(found, spec=SPEC).brief()["next"]["command"])
+    assert "--prove" not in str(dataclasses.replace(unsure, spec=SPEC).brief()["next"]["command"])
     curve = found.loader_curve
     assert curve is not None
     assert "no number of workers is recommended: the verdict is inconclusive" in str(curve)
