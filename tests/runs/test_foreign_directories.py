@@ -331,7 +331,7 @@ def test_a_schedule_of_somebody_else_is_text_until_the_run_goes_on(by_hand: Make
 def test_a_directory_is_known_by_the_name_that_its_launch_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     path = ended(tmp_path / "run", command=["torchrun", name.format(name="run")])
-    with pytest.raises(LaunchError, match="was not launched as a run of its own in this place"):
+    with pytest.raises(LaunchError, match="is a directory that was moved or copied"):
         wb.launch(resume=path)
 
 
