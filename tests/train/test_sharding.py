@@ -404,6 +404,14 @@ def test_checkpoints_go_on_in_the_same_layout_and_in_others(results: dict[str, d
 # --- alone
 
 
+def test_the_wrapper_is_known_by_its_name(alone: Ranks) -> None:
+    """Alarms find DistributedDataParallel by it, to tell the reduction of a backward from its computing."""
+    layout = Layout(readers=alone, data=dist.group.WORLD)
+    model = sharding.distribute(nn.Linear(3, 3), spec_of(), layout, torch.device("cpu"))
+    assert type(model).__name__ == "DistributedDataParallel"
+    assert model.in_features == 3
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_a_single_rank(alone: Ranks, parallel: str) -> None:

@@ -59,6 +59,9 @@ class _WithAttributes(DistributedDataParallel):
             return getattr(self.module, name)
 
 
+_WithAttributes.__name__ = _WithAttributes.__qualname__ = DistributedDataParallel.__name__  # by which alarms, traces and people know it
+
+
 def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device, *, again: bool = False) -> nn.Module:
     """The module to call in place of `module`. Call it before the optimizer is built: parameters may be replaced.
 
