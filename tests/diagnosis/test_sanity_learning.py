@@ -138,7 +138,6 @@ FAULTS: dict[str, tuple[wb.Task, str, str]] = {
     "a loss that is scaled to nothing": (task(loss=lambda m, b: classify(m, b) * 1e-8, optimizer="sgd"), "overfitting", "learning_rate"),
     "masks of 255": (task(lambda: perceptron(1), out_of_range(255.0, 0.0)), "initial loss", "targets_out_of_range"),
     "labels of -1": (task(lambda: perceptron(1), out_of_range(2.0, -1.0)), "initial loss", "targets_out_of_range"),
-    "layers in a plain list": (task(PlainList), "gradient flow", "not_registered"),
     "labels that are shifted twice": (task(Language, next_but_one, sentences), "label alignment", "shifted_twice"),
     "targets in thousands": (task(lambda: perceptron(1), thousands), "overfitting", "target_scale"),
     "all weights zero": (task(all_zero), "gradient flow", "same_units"),
@@ -158,9 +157,10 @@ def test_a_planted_fault_is_named(name: str) -> None:
     assert found.advice == CAUSES[cause]
 
 
-def test_layers_that_are_not_registered_are_named() -> None:
-    """What runs without gradients, as a teacher does, may be kept in a list."""
+def test_layers_that_are_not_registered_are_doubtful() -> None:
+    """What runs without gradients, as a teacher does, may be kept in a list, and so may a fixed network whose gradients are not used."""
     found = checked(task(PlainList), "gradient flow")["gradient flow"]
+    assert (found.passed, found.cause) == (None, "not_registered")
     assert (found.figure, found.place) == ("2 modules with weights in no model", "hidden[0], hidden[1]")
 
 
@@ -247,6 +247,36 @@ def rare() -> tuple[Tensor, Tensor]:
     return inputs, (inputs[:, 0] + inputs[:, 1] > 3.6).long()
 
 
+def missing(**options: Any) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss of several labels, of which some are not known: those are -1, and are left out."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        labels = torch.where(batch[0][:, :CLASSES] > 0.8, -1.0, (batch[0][:, :CLASSES] > 0).float())
+        known = (labels >= 0).float()
+        if options:
+            return (F.binary_cross_entropy_with_logits(model(batch[0]), labels, **options) * known).mean()
+        return F.binary_cross_entropy_with_logits(model(batch[0]), labels, weight=known)
+
+    return loss
+
+
+class Masked(nn.Module):
+    """It is given tokens, and a mask of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.words(tokens) * mask[..., None])
+        return logits
+
+
+def masked(model: nn.Module, batch: Any) -> Tensor:
+    tokens = batch[0][:, :-1]
+    return F.cross_entropy(model(tokens, torch.ones(tokens.shape)).flatten(0, 1), batch[0][:, 1:].flatten())
+
+
 class Margin(nn.Module):
     """As ArcFace: cosines times a scale, of which the right ones are made smaller on purpose."""
 
@@ -287,6 +317,9 @@ SOUND: dict[str, tuple[wb.Task, tuple[str, ...]]] = {
         ("overfitting", "label alignment"),
     ),
     "a rare class": (task(lambda: perceptron(2), data=rare, optimizer="adam(lr=0.001)"), ("label alignment",)),
+    "labels that are missing": (task(loss=missing(reduction="none")), ("initial loss",)),
+    "labels of weight 0": (task(loss=missing()), ("initial loss",)),
+    "a mask of ones": (task(Masked, masked, sentences), ("inputs",)),
     "a margin": (task(Margin, lambda m, b: F.cross_entropy(m(*b), b[1])), ("initial loss",)),
     "counts": (task(lambda: perceptron(1), counts), ("overfitting",)),
     "a loss below zero": (task(loss=likelihood), ("initial loss", "overfitting", "label alignment")),

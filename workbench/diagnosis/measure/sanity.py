@@ -31,8 +31,6 @@ COPIES = 0.25
 """Fraction of a batch's samples that are exact copies of others."""
 UNEQUAL = 1e-3
 """Relative difference of summed gradients from which on they are not those of the whole batch; rounding makes 1e-6."""
-OUT_OF_RANGE = 0.25
-"""How far targets that are probabilities may lie outside 0 … 1: those of masks that were resized by cubic interpolation may a little."""
 NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -97,7 +95,8 @@ def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) 
     given = tensors_of(seen.watched.root or ())
     fed = [tensor.detach().double() for tensor in given if tensor.is_floating_point() and tensor.numel() > 1] or values
     scales = [(float(tensor.square().mean().sqrt()), float(tensor.std()) if tensor.numel() > 1 else 0.0) for tensor in fed]
-    if max(map(Tensor.numel, fed), default=0) > 1 and not any(spread for _, spread in scales):
+    used = list(seen.watched.scales.values()) or [(0.0, float(tensor.std())) for tensor in values if tensor.numel() > 1]
+    if values and used and max(map(Tensor.numel, fed)) > 1 and not any(spread for _, spread in (*scales, *used)):
         return judged(f"all are {float(fed[0].flatten()[0]):.3g}", "constant_inputs")
     places = seen.watched.scales or dict.fromkeys([""], max(scales, default=(0.0, 0.0)))
     place, (rms, spread) = max(places.items(), key=lambda each: each[1])
@@ -129,10 +128,8 @@ def _content(tensor: Tensor) -> bytes:
 def _initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     loss, calls = seen.losses[0], seen.watched.losses
     for call in calls:
-        if call.name.startswith("binary_cross_entropy"):
-            low, high = float(call.target.min()), float(call.target.max())
-            if low < -OUT_OF_RANGE or high > 1 + OUT_OF_RANGE:
-                return judged(f"the targets of {call.name} lie in {low:.3g} … {high:.3g}", "targets_out_of_range")
+        if outside := call.outside():
+            return judged(f"the targets of {call.name} lie in {outside}", "targets_out_of_range")
     if calls:
         call = calls[0]
         first, (low, high) = call.input.float(), (float(call.input.min()), float(call.input.max()))
@@ -215,8 +212,8 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
                     faults.setdefault(cause, []).append(which + full)
     if not count:
         raise Unjudged("every parameter is frozen on purpose" if training.models else "no model was found: give model=")
-    if lost := seen.unregistered:
-        return judged(f"{units.several(len(lost), 'module')} with weights in no model", "not_registered", _first(lost))
+    if not faults and (lost := seen.unregistered):  # a fixed network, as of a perceptual loss, may be kept so on purpose
+        return judged(f"{units.several(len(lost), 'module')} with weights in no model", "not_registered", _first(lost), sure=False)
     if not faults:
         return judged(f"all {count} parameters get one")
     order = (

@@ -27,6 +27,8 @@ NOISE = {torch.randn, torch.randn_like, torch.normal, Tensor.normal_}
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, torch.bernoulli, torch.rand, torch.rand_like}
 NORMALISE = {F.normalize, F.cosine_similarity}
 """What makes logits that are cosines."""
+OUT_OF_RANGE = 0.25
+"""How far targets that are probabilities may lie outside 0 … 1: those of masks that were resized by cubic interpolation may a little."""
 RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6}
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -54,6 +56,20 @@ class LossCall:
         function: Any = getattr(F, self.name)
         options = {name: value for name, value in self.options.items() if name not in ("reduction", "size_average", "reduce")}
         return float(function(self.input.float(), self.target, reduction="mean", **options))
+
+    def outside(self) -> str:
+        """From where to where the targets of a binary cross entropy lie, if these are no probabilities; "" = they are, or may be.
+
+        Targets that the loss leaves out do not count: those of weight 0, and, if the loss of each target is asked for, a single value
+        besides several probabilities, such as -1 for a label that is missing.
+        """
+        weight = self.options.get("weight")
+        values = (self.target if weight is None else self.target[weight.expand_as(self.target) != 0]).unique()  # type: ignore[no-untyped-call]
+        far = (values < -OUT_OF_RANGE) | (values > 1 + OUT_OF_RANGE)
+        left_out = self.options.get("reduction") == "none" and int(far.sum()) == 1 and len(values) > 2
+        if not self.name.startswith("binary") or not bool(far.any()) or left_out:
+            return ""
+        return f"{float(values.min()):.3g} … {float(values.max()):.3g}"
 
     @property
     def targets(self) -> int:
