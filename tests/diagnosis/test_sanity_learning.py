@@ -83,6 +83,13 @@ def own_token(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, :-1].flatten())
 
 
+def two_ahead(model: nn.Module, batch: Any) -> Tensor:
+    """As a model of several tokens at once; the head of the farther one comes first."""
+    words, logits = batch[0], model(batch[0])
+    far = F.cross_entropy(logits[:, :-2].flatten(0, 1), words[:, 2:].flatten())
+    return 0.3 * far + F.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
 def squared(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1].float())
 
@@ -319,6 +326,7 @@ SOUND: dict[str, tuple[wb.Task, tuple[str, ...]]] = {
     "a rare class": (task(lambda: perceptron(2), data=rare, optimizer="adam(lr=0.001)"), ("label alignment",)),
     "labels that are missing": (task(loss=missing(reduction="none")), ("initial loss",)),
     "labels of weight 0": (task(loss=missing()), ("initial loss",)),
+    "two tokens at once": (task(Language, two_ahead, sentences), ("label alignment",)),
     "a mask of ones": (task(Masked, masked, sentences), ("inputs",)),
     "a margin": (task(Margin, lambda m, b: F.cross_entropy(m(*b), b[1])), ("initial loss",)),
     "counts": (task(lambda: perceptron(1), counts), ("overfitting",)),
