@@ -58,6 +58,9 @@ for change in sys.argv[2:]:
     evaluated = nn.Linear(4, 4)
     for part in (made, judge, evaluated):
         part.register_buffer("cache", torch.zeros(1), persistent=False)
+    judge.register_buffer("edges", torch.eye(4).to_sparse())
+    judge.unused = nn.LazyLinear(4)
+    judge.forward = lambda inputs: judge[1](judge[0](inputs))
     judges = torch.optim.SGD(judge[1].parameters(), 0.1)
     with torch.no_grad():
         {

@@ -30,7 +30,7 @@ from workbench.train import loop, sharding
 from workbench.train.models import Gpt
 from workbench.train.optimizers import build_optimizer, place_optimizer
 from workbench.train.ranks import Layout, Ranks
-from workbench.train.sharded_tensors import clip_gradients
+from workbench.train.sharded_tensors import clip_gradients, keeping_attributes
 from workbench.train.tensor_parallel import _own_plan, styles_of
 from workbench.train.trainer import Trainer
 
@@ -527,6 +527,18 @@ class Momentum(nn.Module):
                     its.lerp_(mine, 0.5)
         out: torch.Tensor = self.student(inputs) + self.teacher(inputs)
         return out
+
+
+def test_attributes_of_a_parameter_that_becomes_two() -> None:
+    """FSDP2 gives each block a parameter of its own, and refuses then what they share in its own words."""
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    layers[1].weight = layers[0].weight
+    layers[0].weight.decays = False  # type: ignore[union-attr]
+    with keeping_attributes(layers):
+        for layer in layers:
+            layer.weight = nn.Parameter(torch.zeros(1, 2))
+            layer.weight._dtensor_spec = "in parts"  # type: ignore[attr-defined]
+    assert [layer.weight.decays for layer in layers] == [False, False]  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -171,8 +171,9 @@ def follow_script(folder: Path) -> None:
         options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         parts = {"weights": weights, "gradients": [weight.grad for weight in weights], "schedule": options}
         parts["optimizer"] = [dict(optimizer.state.get(weight, {})) for weight in weights]
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # an unusual tensor: the script is to go on, and the row to be written
             parts["modules"] = sorted(digest(_sampled(tensor)) for tensor in _saved(called.values(), but=weights))
+        with contextlib.suppress(Exception):
             writer.write([row | {name: digest(_sampled(value)) for name, value in parts.items()}])
         row.clear()
         called.clear()
@@ -182,11 +183,15 @@ def follow_script(folder: Path) -> None:
 
 
 def _saved(modules: Iterable[torch.nn.Module], *, but: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The parameters and buffers of modules that a state_dict has, without those of their submodules, and but for some."""
+    """The dense parameters and buffers of modules that a state_dict has, without those of their submodules, and but for some."""
     left_out = set(map(id, but))
     for module in modules:
         buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
-        yield from (value for value in (*module._parameters.values(), *buffers) if value is not None and id(value) not in left_out)
+        for value in (*module._parameters.values(), *buffers):
+            if value is None or id(value) in left_out or torch.nn.parameter.is_lazy(value):
+                continue
+            if value.layout == torch.strided:
+                yield value
 
 
 def _sampled(value: Any) -> Any:

@@ -82,7 +82,8 @@ def keeping_attributes(module: nn.Module) -> Iterator[None]:
     Raises:
         TaskError: such a parameter has a hook, which torch would not call for its part.
     """
-    before = {name: (dict(vars(weight)), _hook_of(weight)) for name, weight in module.named_parameters()}
+    each = module.named_parameters(remove_duplicate=False)  # FSDP2 may give several modules their own of a shared one
+    before = {name: (dict(vars(weight)), _hook_of(weight)) for name, weight in each}
     yield
     for name, weight in module.named_parameters():
         if dtensor_spec(weight) is None:
