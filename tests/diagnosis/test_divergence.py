@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import workbench as wb
 from tests.conftest import HandMade
+from workbench.core import run_directory
 from workbench.diagnosis.analysis.divergence import VERDICTS, Divergence, Point
 from workbench.diagnosis.measure import divergence as measure
 from workbench.runs.launch.new_run import LaunchError
@@ -337,6 +338,9 @@ def test_two_runs_are_compared_by_their_specs(by_hand: Callable[..., HandMade], 
     spec = wb.RunSpec(task="fashion-mlp", device="cpu", micro_batch=8)
     runs = [by_hand(spec=spec.replace(**knobs).to_json()).ended("finished").path for knobs in ({}, {"seed": 3}, {"precision": "amp_bf16"})]
     assert wb.diverge(Run.load(runs[0]), runs[0], budget_s=600).verdict == "identical"
+    (runs[0] / run_directory.ENVIRONMENT).write_text(json.dumps({"code": {"digits.py": "1", "tests/conftest.py": "2"}}))
+    code = "the code of {} has changed since it was trained (tests/conftest.py), and the present code was repeated"
+    assert wb.diverge(runs[0], runs[0], budget_s=600).notes == (code.format(runs[0].name),)
     assert wb.diverge(runs[0], str(runs[1]), budget_s=600).verdict == "start"  # two seeds: other weights and other batches
     rounded = wb.diverge(spec, runs[2], budget_s=600)
     assert (rounded.verdict, rounded.b) == ("rounding", "precision='amp_bf16'")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import workbench as wb
 from tests.conftest import HandMade
@@ -145,6 +145,26 @@ thousand_times = functools.partial(planted, model=linear, loss=squares, optimize
 swinging = functools.partial(planted, model=linear, loss=squares, optimizer="sgd(lr=0.2, momentum=0.9)")
 overflowing = functools.partial(planted, loss=lambda model, batch: classify(model, (batch[0] * 2e5, batch[1])))
 steep = functools.partial(planted, loss=lambda model, batch: 30 * classify(model, batch), optimizer="sgd(lr=0.003)")
+
+
+def weighted(model: nn.Module, batch: Any) -> Tensor:
+    """A sample whose third number is large counts a thousand times as much, downwards: its gradient stands out, and not its loss."""
+    losses = F.cross_entropy(model(batch[0].clamp(-3, 3)), batch[1], reduction="none")
+    return (
+        losses * torch.where(batch[0][:, 2].abs() > 50, 1e3, 1.0) - torch.where(batch[0][:, 2].abs() > 50, 1e3, 0.0) * losses.detach()
+    ).mean()
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The points in their order, which have no indices here."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        points = Points(lambda inputs, labels: inputs[BATCH * (BAD - 1) + 3].fill_(math.nan))
+        return (points[place] for place in range(COUNT))
+
+
+steep_sample = functools.partial(planted, 80.0, loss=weighted)
+streamed = functools.partial(planted, dataset=Stream)
 never_finite = functools.partial(planted, loss=lambda model, batch: classify(model, batch) * math.nan)
 
 
@@ -306,6 +326,32 @@ def test_of_a_bad_sample_that_overflows_the_higher_precision_is_told(tmp_path: P
     found = wb.replay(trained(tmp_path / "run", alone, "far_out", seed=3))
     assert (found.verdict, found.also, found.step) == ("data", ("numerics",), BAD), found
     assert "it overflows as well, since in fp64 the same step has a loss of " in str(found)
+
+
+def test_the_sample_whose_gradient_stands_out_is_named(tmp_path: Path, alone: Ranks) -> None:
+    found = wb.replay(trained(tmp_path / "run", alone, "steep_sample"), BAD)
+    assert found.trials[0].loss < 2, found
+    assert (found.verdict, found.samples) == ("data", (samples_of(BAD)[3],)), found
+
+
+def test_the_samples_of_a_stream_are_places_in_the_batch(tmp_path: Path, alone: Ranks) -> None:
+    found = wb.replay(trained(tmp_path / "run", alone, "streamed"))
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, (3,)), found
+    assert "a stream has no indices: samples are counted from 0 in the batch of the step" in str(found)
+
+
+def test_code_that_has_changed_since_is_named_where_the_losses_differ(
+    tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path / "run", alone, "sound")
+    file = run.path / run_directory.ENVIRONMENT
+    recorded = run_directory.read_json(file)
+    run_directory.write_json(file, recorded | {"code": recorded["code"] | {Path(__file__).name: "another"}})
+    assert "has changed" not in str(wb.replay(run, 9))  # and does the same
+    monkeypatch.setattr(Run, "metric_rows", [row | {"loss": 2 * row["loss"]} for row in run.metric_rows])
+    changed = str(wb.replay(run, 9))
+    assert f"the code of run has changed since it was trained ({Path(__file__).name}), and the present code was repeated" in changed
+    assert "not repeatable" not in changed
 
 
 def test_a_replay_without_enough_memory_is_no_fault_of_the_data(tmp_path: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

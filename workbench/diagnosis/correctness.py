@@ -1,6 +1,7 @@
 """`sanity`, `diverge` and `replay`: whether a training is sound, where two that should agree differ, and what spoilt a step of a run."""
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -145,6 +146,7 @@ def diverge(
     check_budget(budget_s, limited=True)
     whole_number("steps", steps, least=1, error=ValueError)
     given: list[Any] = [_COMPARED.run_at(each) if isinstance(each, str | os.PathLike) else each for each in (a, b)]
+    runs = [each.path if isinstance(each, Run) else None for each in given]
     given = [_spec_of(each, _COMPARED) if isinstance(each, Run) else each for each in given]
     specs = [isinstance(each, RunSpec | Task) for each in given]
     if any(specs) and (not all(specs) or batch is not None or loss or optimizer):
@@ -219,6 +221,11 @@ def diverge(
                 raise measure.OutOfTime
 
         found = measure.compare((names[0], names[1]), run, line.say, steps=steps, left=lambda: line.left)
+        if any(runs):
+            from workbench.train.provenance import code_note
+
+            noted = (code_note(path, task, spec.schedule) for path, (spec, task) in zip(runs, trainings, strict=True) if path)
+            found = dataclasses.replace(found, notes=(*dict.fromkeys(filter(None, noted)), *found.notes))
         if found.verdict != "bug" or not any(specs):
             return found
         return found.judged(trainings[0][0], trainings[1][0], measure.batch_norms(trainings[0][1]))

@@ -135,6 +135,17 @@ def _code(task: Task, schedule: str) -> dict[str, bytes]:
     return dict(sorted(files.items()))
 
 
+def code_note(run_dir: Path, task: Task, schedule: str) -> str:
+    """A note about files of a run's code that are others now that its steps are repeated; "" = none, or it has not recorded them."""
+    try:
+        was = run_directory.read_json(run_dir / run_directory.ENVIRONMENT)["code"].items()
+    except (run_directory.DamagedRunError, KeyError, TypeError, AttributeError):
+        return ""
+    now = code_record(_code(task, schedule))["code"]
+    changed = ", ".join(name for name, before in was if now.get(name, before) != before)
+    return f"the code of {run_dir.name} has changed since it was trained ({changed}), and the present code was repeated" if changed else ""
+
+
 def _digest(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 

@@ -77,7 +77,7 @@ class StepReplay(Briefed, display.Shown):
     verdict: str
     """A key of `VERDICTS`."""
     samples: tuple[int, ...]
-    """Indices of the samples to blame; empty = none by itself."""
+    """Indices of the samples to blame, of a stream their places in the step's batch, from 0; empty = none by itself."""
     usual: float
     """Loss of other batches before the step."""
     recorded: float | None

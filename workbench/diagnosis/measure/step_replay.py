@@ -40,6 +40,7 @@ from workbench.train.checkpoints import part_path
 from workbench.train.loader import build_loader, micro_batches
 from workbench.train.named_state import Source
 from workbench.train.precision import Precision
+from workbench.train.provenance import code_note
 from workbench.train.random_numbers import random_state, restore_random_state, seed_all
 from workbench.train.ranks import ONE_STAGE, Layout, Ranks, choose_device, layout_knobs
 from workbench.train.sample_order import StepSamples, go_on
@@ -56,6 +57,7 @@ RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 """Factors of the learning rate that are tried where a tenth is too large, too."""
 ALONE = 256
 """Most samples of a step that are left out one at a time."""
+PLACES = "a stream has no indices: samples are counted from 0 in the batch of the step"
 
 
 @dataclass
@@ -300,7 +302,8 @@ def _replay(
             why = "; the layers of a pipeline draw random numbers (dropout) of their own on each rank" * (spec.pipeline_parallel > 1)
             why += "; gradients are not compressed here" * spec.gradient_compression.startswith("powersgd")
             was, here = text(_finite(recorded)), text(_finite(replayed))
-            player.notes.append(f"the loss was {was} in the run and is {here} here: the training is not repeatable{why}")
+            cause = code_note(run_dir, player.trainer.task, spec.schedule) or f"the training is not repeatable{why}"
+            player.notes.append(f"the loss was {was} in the run and is {here} here: {cause}")
         later = []
         for _ in range(LATER):
             later.append(player.next().batches)
@@ -441,7 +444,7 @@ class _Judge:
             start=self.player.start,
             why=why,
             also=tuple(also),
-            notes=tuple(dict.fromkeys(self.player.notes)),
+            notes=tuple(dict.fromkeys([*self.player.notes, *[PLACES] * (bool(samples) and not self.taken.samples)])),
         )
 
 
@@ -460,7 +463,7 @@ def _blamed(
     if sum(counts) > ALONE or min(counts) < 2:
         return []
     for _ in range(4):
-        best: tuple[float, int, int, Trial] | None = None
+        best: tuple[tuple[bool, float], int, int, Trial] | None = None
         for part, place in ((part, place) for part, left in enumerate(numbers) for place in range(len(left)) if len(left) > 1):
             if player.time_left() <= 0:
                 return []
@@ -469,13 +472,14 @@ def _blamed(
             say(f"without sample {index}")
             changed = [without_sample(batch, place, len(numbers[part])) if at == part else batch for at, batch in enumerate(batches)]
             trial = player.trial(f"without sample {', '.join(map(str, [*blamed, index]))}", [taken], others, batches=changed)
-            score = math.inf if math.isnan(trial.loss) or math.isnan(trial.gradient) else trial.loss
+            loss = math.inf if math.isnan(trial.loss) or math.isnan(trial.gradient) else trial.loss
+            score = (not ordinary(trial), loss)  # a sample may stand out by its gradient alone
             if best is None or score < best[0]:
                 best = (score, part, place, trial)
         if best is None:
             return []
         score, part, place, trial = best
-        if math.isinf(score):  # several are not finite: those that are not by themselves
+        if math.isinf(score[1]):  # several are not finite: those that are not by themselves
             rows = [
                 (part, place)
                 for part, left in enumerate(numbers)
