@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from workbench.diagnosis.analysis.sanity import CAUSES, Check
 from workbench.diagnosis.measure import sanity
-from workbench.diagnosis.measure.checked_training import Training, of_step, of_task
+from workbench.diagnosis.measure.checked_training import Training, observe, of_step, of_task
 from workbench.runs.target import Step
 
 WIDTH, CLASSES, WORDS, LENGTH = 8, 4, 32, 12
@@ -479,7 +479,8 @@ def test_gradients_that_are_never_set_to_zero_are_named(clears: bool) -> None:
         ("zero_grad in between", "never_stepped"),
         ("zeros in between", "never_stepped"),
         ("a rule of its own", ""),
-        ("eight micro-batches", ""),
+        ("8 micro-batches", ""),
+        ("100 micro-batches", "never_stepped"),
     ],
 )
 def test_gradients_with_which_no_optimizer_steps_are_named(how: str, cause: str) -> None:
@@ -503,14 +504,38 @@ def test_gradients_with_which_no_optimizer_steps_are_named(how: str, cause: str)
         if how.endswith("in between"):
             optimizer.zero_grad(set_to_none=how.startswith("zero_grad"))
             optimizer.step()
-        if how == "eight micro-batches" and calls[0] % 8 == 0:
+        if how.endswith("micro-batches") and calls[0] % int(how.split()[0]) == 0:
             optimizer.step()
             optimizer.zero_grad()
         return loss
 
     with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
-        found = checked(training, "gradient flow")["gradient flow"]
-    assert (found.passed, found.cause) == (not cause, cause), found
+        found = checked(training, "gradient flow", "overfitting")
+    gradients, by_heart = found["gradient flow"], found["overfitting"]
+    surely = how.startswith(("step", "zero"))  # where no optimizer was seen to step, it may step later
+    assert (gradients.passed, gradients.cause) == (not cause if surely or not cause else None, cause), found
+    if how == "no step":
+        assert (by_heart.passed, by_heart.cause) == (False, "never_stepped"), found  # nor in the next 200 calls
+    if how == "100 micro-batches":
+        assert (by_heart.passed, "only 2 of them updated" in by_heart.figure) == (None, True), found
+
+
+def test_no_more_steps_are_watched_than_there_is_time_for() -> None:
+    """An optimizer that does not step in each call must not take the time of all checks."""
+    model, calls = perceptron(), [0]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    def step(batch: Any) -> Tensor:
+        calls[0] += 1
+        loss = classify(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if calls[0] % 1000 == 0:
+            optimizer.step()
+        return loss
+
+    with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
+        observe(training, seconds=0.0)
+    assert calls[0] == 4
 
 
 def test_a_rate_that_a_schedule_takes_to_zero_is_no_fault_of_the_model() -> None:

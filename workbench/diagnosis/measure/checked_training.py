@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +93,8 @@ class Seen:
     """Ids of parameters with a gradient."""
     arrived: set[int] = field(default_factory=set)
     """Ids of parameters to which a backward brought a gradient that is not zero, whether or not an optimizer used it."""
+    stepped: bool = False
+    """Whether an optimizer has stepped."""
     changed: set[int] = field(default_factory=set)
     """Ids of parameters whose values the steps have changed."""
     nonzero: set[int] = field(default_factory=set)
@@ -247,8 +250,8 @@ def _unregistered(model: nn.Module, known: set[int]) -> Iterator[str]:
                     yield f"{path}.{name}[{key!r}]".lstrip(".")
 
 
-def observe(training: Training) -> Seen:
-    """Take the first steps, and watch them.
+def observe(training: Training, *, seconds: float = math.inf) -> Seen:
+    """Take the first steps, and watch them; and more, for so many seconds, until each optimizer has stepped.
 
     Raises:
         ValueError: the loader gave no batch.
@@ -270,6 +273,7 @@ def observe(training: Training) -> Seen:
 
     def stepping(optimizer: Optimizer, *_: Any) -> None:
         stepped.add(id(optimizer))
+        seen.stepped = True
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         for weight in {id(weight): weight for weight in [*weights, *held]}.values():
             note(weight)
@@ -296,13 +300,13 @@ def observe(training: Training) -> Seen:
     before = [(name, part, part.training) for model in training.models for name, part in model.named_modules()]
     try:
         with seen.watched.on():
-            batches = training.stream()
+            until, batches = time.monotonic() + seconds, training.stream()
             for batch in itertools.islice(batches, OBSERVED):
                 seen.batches.append(batch)
                 seen.losses.append(loss_value(training.step(batch)))
                 seen.modes += [name or type(part).__name__ for name, part, mode in before if part.training != mode and not seen.modes]
         for batch in itertools.islice(batches, MOST_OBSERVED - OBSERVED):
-            if stepped >= {id(optimizer) for optimizer in training.optimizers}:
+            if stepped >= {id(optimizer) for optimizer in training.optimizers} or time.monotonic() > until:
                 break
             training.step(batch)
     finally:

@@ -42,7 +42,7 @@ def check(training: Training, line: Line, wanted: Iterable[str]) -> Iterator[Che
             line.say("the first steps")
             try:
                 with _without_named_warnings():
-                    seen = observe(training)
+                    seen = observe(training, seconds=line.left / 4)
             except (KeyboardInterrupt, Exhausted):
                 raise
             except Exception as error:
@@ -235,7 +235,8 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     if cause == "gradients_add_up":
         return judged("the gradients of an update are the sum of those of all steps so far", cause)
     figure = f"{len(names)} of {count} parameters" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
-    return judged(figure.replace("_", " "), cause, _first(names), sure=cause != "cancelled_bias")
+    sure = seen.stepped if cause == "never_stepped" else cause != "cancelled_bias"
+    return judged(figure.replace("_", " "), cause, _first(names), sure=sure)
 
 
 def _first(names: Sequence[str]) -> str:

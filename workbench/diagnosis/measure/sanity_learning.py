@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.core import units
 from workbench.diagnosis.analysis.sanity import Check, judged
@@ -45,8 +46,12 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     batch = training.few(FEW) if training.few else seen.batches[0]
     count = samples_in(batch, None if training.few else training.batch_size) or FEW
     keep = SavedState(discover(training.step, *training.models, *training.optimizers))
-    rate = _largest_rate(training)
-    first, left, known, steps = _by_heart(training.step, training, batch, line)
+    rate, updates = _largest_rate(training), list[Any]()
+    counter = register_optimizer_step_pre_hook(lambda *given: updates.append(given[0]))
+    try:
+        first, left, known, steps = _by_heart(training.step, training, batch, line)
+    finally:
+        counter.remove()
     least = known or 0.0
     figure = f"the loss of {count} samples falls from {first:.3g} to {left:.3g} in {steps} steps"
     if math.isnan(first):
@@ -63,6 +68,10 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     if training.loss is None:
         if left < 0.9 * first:
             raise Unjudged(f"{figure}: not finished")
+        if training.optimizers and not updates:
+            return judged(figure, "never_stepped")
+        if training.optimizers and len(updates) < STEPS_BY_HEART / 2 and len(updates) < steps / 2:
+            raise Unjudged(f"{figure}, and only {len(updates)} of them updated the weights")
         if (last := _largest_rate(training)) < FALLEN_RATE * rate:
             raise Unjudged(f"{figure}, in which the learning rate falls from {rate:.3g} to {last:.3g}: does a schedule step too often?")
         return judged(figure, "does_not_overfit")
