@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from workbench.diagnosis.analysis.sanity import CAUSES, Check
 from workbench.diagnosis.measure import sanity
-from workbench.diagnosis.measure.checked_training import Training, observe, of_step, of_task
+from workbench.diagnosis.measure.checked_training import Training, Unjudged, observe, of_step, of_task
+from workbench.diagnosis.measure.sanity_learning import overfitting
 from workbench.runs.target import Step
 
 WIDTH, CLASSES, WORDS, LENGTH = 8, 4, 32, 12
@@ -535,7 +536,10 @@ def test_no_more_steps_are_watched_than_there_is_time_for() -> None:
 
     with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points()), 32)), ()) as training:
         observe(training, seconds=0.0)
-    assert calls[0] == 4
+        assert calls[0] == 4
+        given = training, observe(training, seconds=0.0), SimpleNamespace(left=-1.0, say=lambda *_: None), {}
+        with pytest.raises(Unjudged, match="only 0 of them updated the weights"):
+            overfitting(*given)
 
 
 def test_a_rate_that_a_schedule_takes_to_zero_is_no_fault_of_the_model() -> None:

@@ -68,7 +68,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     if training.loss is None:
         if left < 0.9 * first:
             raise Unjudged(f"{figure}: not finished")
-        if training.optimizers and not updates:
+        if training.optimizers and not updates and steps == STEPS_BY_HEART:
             return judged(figure, "never_stepped")
         if training.optimizers and len(updates) < STEPS_BY_HEART / 2 and len(updates) < steps / 2:
             raise Unjudged(f"{figure}, and only {len(updates)} of them updated the weights")
