@@ -387,6 +387,13 @@ def test_a_data_set_of_one_sample_need_not_be_learnt_by_heart() -> None:
     assert (found.passed, "all of the data" in found.figure) == (None, True), found
 
 
+def test_weights_of_classes_lose_no_check() -> None:
+    found = checked(task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, CLASSES + 1))), "initial loss")[
+        "initial loss"
+    ]
+    assert found.passed, found
+
+
 def test_a_first_loss_that_is_low_by_chance_is_no_rise() -> None:
     def noisy() -> tuple[Tensor, Tensor]:
         inputs, noise = points(512)[0], torch.randn(512, generator=torch.Generator().manual_seed(2))

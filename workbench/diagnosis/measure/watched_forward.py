@@ -63,11 +63,13 @@ class LossCall:
         Targets that the loss leaves out do not count: those of weight 0, and, if the loss of each target is asked for, a single value
         besides several probabilities, such as -1 for a label that is missing.
         """
+        if not self.name.startswith("binary"):
+            return ""
         weight = self.options.get("weight")
         values = (self.target if weight is None else self.target[weight.expand_as(self.target) != 0]).unique()  # type: ignore[no-untyped-call]
         far = (values < -OUT_OF_RANGE) | (values > 1 + OUT_OF_RANGE)
         left_out = self.options.get("reduction") == "none" and int(far.sum()) == 1 and len(values) > 2
-        if not self.name.startswith("binary") or not bool(far.any()) or left_out:
+        if left_out or not bool(far.any()):
             return ""
         return f"{float(values.min()):.3g} … {float(values.max()):.3g}"
 
