@@ -179,8 +179,8 @@ def conclude(
         return replace(result, why=why)
     near = [candidate.lr for candidate in ran if start - candidate.scores[0] >= AS_GOOD * (start - best.scores[0])]
     rounds = len(best.scores)
-    how = "it is between the best candidates, and did as well" if best.name == INTERPOLATED else "it had the lowest loss"
-    why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} in {several(rounds, 'round')}"
+    how = "it is between the best candidates, and did as well" if best.name == INTERPOLATED else "it had the lowest mean loss"
+    why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} over {several(rounds, 'round')}"
     return replace(result, lr=best.lr, low=min(near), high=max(near), verified=True, why=why)
 
 
