@@ -545,7 +545,7 @@ def test_no_more_steps_are_watched_than_there_is_time_for() -> None:
         observe(training, seconds=0.0)
         assert calls[0] == 4
         given = training, observe(training, seconds=0.0), SimpleNamespace(left=-1.0, say=lambda *_: None), {}
-        with pytest.raises(Unjudged, match="only 0 of them updated the weights"):
+        with pytest.raises(Unjudged, match="none of them updated the weights"):
             overfitting(*given)
 
 

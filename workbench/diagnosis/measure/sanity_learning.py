@@ -71,7 +71,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         if training.optimizers and not updates and steps == STEPS_BY_HEART:
             return judged(figure, "never_stepped")
         if training.optimizers and len(updates) < STEPS_BY_HEART / 2 and len(updates) < steps / 2:
-            raise Unjudged(f"{figure}, and only {len(updates)} of them updated the weights")
+            raise Unjudged(f"{figure}, and {f'only {len(updates)}' if updates else 'none'} of them updated the weights")
         if (last := _largest_rate(training)) < FALLEN_RATE * rate:
             raise Unjudged(f"{figure}, in which the learning rate falls from {rate:.3g} to {last:.3g}: does a schedule step too often?")
         return judged(figure, "does_not_overfit")
