@@ -40,6 +40,7 @@ class RanksRecorder:
         split = trainer.layout.tensor
         self.keeps = not self._readers.rank and (split is None or not split.get_local_rank())
         self._calls: Counter[str] = Counter()
+        self._waiting: dict[tuple[str, int], list[Tensor]] = {}
         self._forward = False
         trainer.phase = self._phase
 
@@ -96,9 +97,26 @@ class RanksRecorder:
         """Keep a value of the training by its name."""
         self.add("value", (self.step, phase, name), phase, name, tensors)
 
+    def _output(self, name: str, call: int, rows: Sequence[Tensor]) -> None:
+        self.add("module", (self.step, "output", name, call), "forward", name, [self.whole(tensor) for tensor in rows])
+
+    def outputs(self) -> None:
+        """Put together what modules gave in a micro-batch, if all ranks called them as often and with the same shapes. A collective."""
+        if self._readers.world_size == 1:
+            return
+        calls = [(name, call, [tuple(tensor.shape) for tensor in rows]) for (name, call), rows in self._waiting.items()]
+        of_ranks: list[Any] = [None] * self._readers.world_size
+        dist.all_gather_object(of_ranks, calls, group=self._group)
+        for name in dict.fromkeys(name for name, _, _ in of_ranks[0]):  # the order of the first rank: others may have another
+            first, *others = ([each for each in of_rank if each[0] == name] for of_rank in of_ranks)
+            if all(other == first for other in others):
+                for _, call, _ in first:
+                    self._output(name, call, self._waiting[name, call])
+        self._waiting.clear()
+
     @contextlib.contextmanager
     def on(self) -> Any:
-        """Record what modules give in the forward."""
+        """Record what modules give in the forward; call `outputs` after it."""
         names = {id(part): uncompiled(name) for name, part in self._model.named_modules()}
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -107,10 +125,11 @@ class RanksRecorder:
             name = names[id(module)]
             given = [full_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors_of(output)]
             rows = [tensor for tensor in given if tensor.ndim and len(tensor) == self.samples and tensor.is_floating_point()]
-            alike = self.alike(name, [tuple(tensor.shape) for tensor in rows])
-            rows = [self.whole(tensor) for tensor in rows] if alike else []
             self._calls[name] += 1
-            self.add("module", (self.step, "output", name, self._calls[name]), "forward", name, rows)
+            if self._readers.world_size == 1:
+                self._output(name, self._calls[name], rows)
+            else:
+                self._waiting[name, self._calls[name]] = [tensor.detach().clone() for tensor in rows]
 
         handles = [part.register_forward_hook(leave) for part in self._model.modules()]
         try:
@@ -141,6 +160,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                     recorder.samples = next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 0)
                     with recorder.on():
                         total = total + trainer.micro_step(batch, last=not left)
+                    recorder.outputs()
                 counts = [weight_of(task, batch, ranks.device) if task.weight else torch.ones((), device=ranks.device) for batch in taken]
                 recorder.value("forward", "the loss", recorder.mean(total, sum(counts[1:], counts[0])))
                 scale = trainer.precision.loss_scale()
