@@ -295,6 +295,7 @@ def test_the_cause_is_named_before_at_and_after_the_step_that_went_wrong(tmp_pat
     assert "does not make other batches worse" not in str(found)
     assert ("scaler left the update out" in found.why) == (task == "steep")
     if verdict == "learning rate":
+        assert any(trial.name == "in fp64" for trial in found.trials), "its name was that of a parameter"
         plain, *_, smaller = [trial for trial in found.trials if "batch" not in trial.name]
         assert f" to {max(plain.others, found.usual):.4g}; with {smaller.name} it becomes {smaller.others:.4g}" in str(found)
         assert smaller.others < plain.others

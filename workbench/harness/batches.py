@@ -143,12 +143,15 @@ class _InDoubt(Exception):
 
 def micro_batches_in(batch: Any, backwards: int) -> int:
     """The micro-batches that a batch holds, a list or tuple of batches that are alike, where a step calls backward once for each; else 1.
+    A tuple of two is taken for a pair of different batches, such as labelled ones and others.
 
     >>> x, y = torch.zeros(4, 3), torch.zeros(4)
     >>> micro_batches_in([(x, y), (x, y)], backwards=2), micro_batches_in((x, y), backwards=2), micro_batches_in([(x, y)] * 2, backwards=1)
     (2, 1, 1)
     """
     if batch.__class__ not in (list, tuple) or not 1 < len(batch) == backwards or any(isinstance(part, Tensor) for part in batch):
+        return 1
+    if batch.__class__ is tuple and len(batch) == 2:
         return 1
     shapes = [[(tensor.shape, tensor.dtype) for tensor in tensors_of(part)] for part in batch]
     alike = bool(shapes[0]) and shapes.count(shapes[0]) == len(shapes) and samples_in(batch[0]) is not None

@@ -384,8 +384,12 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         saved.add(discover(optimizer))
 
     with recorded_precisions(state.models, bench.device) as precisions:
-        watches = on_new_optimizer(state.optimizers, meet), counted_backwards(), recorded_replays(), recorded_tables(state.models)
-        with watches[0], watches[1] as backwards, watches[2] as replays, watches[3] as tables:
+        with (
+            on_new_optimizer(state.optimizers, meet),
+            counted_backwards() as backwards,
+            recorded_replays() as replays,
+            recorded_tables(state.models) as tables,
+        ):
             bench.warm([batch], _watching_use(bench.step, notes))
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]

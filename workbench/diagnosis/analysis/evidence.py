@@ -101,17 +101,17 @@ class Loading:
         """The share of a slow line, in words; and that of its function, where other slow lines are in it, too.
 
         >>> Loading(kind="list", slow_lines=(("a.py:7 warp", 0.36), ("a.py:5 warp", 0.3))).within("a.py:7 warp")
-        'at least 66 % in warp, 36 % in the line a.py:7 alone'
+        'at least 66 % is in warp, 36 % in the line a.py:7 alone'
         >>> Loading(kind="list", slow_lines=(("a.py:7 warp", 0.36),)).within("a.py:7 warp")
-        '36 % in a.py:7 warp'
+        '36 % is in a.py:7 warp'
         """
         place, _, function = line.partition(" ")
         file = place.rpartition(":")[0]
         share = dict(self.slow_lines)[line]
         more = sum(other for name, other in self.slow_lines if name.startswith(f"{file}:") and name.partition(" ")[2] == function)
         if more == share:
-            return f"{units.percent(share)} in {line}"
-        return f"at least {units.percent(min(more, 1.0))} in {function}, {units.percent(share)} in the line {place} alone"
+            return f"{units.percent(share)} is in {line}"
+        return f"at least {units.percent(min(more, 1.0))} is in {function}, {units.percent(share)} in the line {place} alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -317,8 +317,10 @@ class Rounds:
     def of(cls, evidence: GapEvidence) -> "Rounds":
         """Of all blocks."""
 
+        counted = [_long_steps(evidence.rounds(arm)) for arm in FED]
+
         def figures(arm: str) -> list[_Figures]:
-            blocks, beside = evidence.rounds(arm), [evidence.rounds(other) for other in FED] if arm in FED else []
+            blocks, beside = evidence.rounds(arm), counted if arm in FED else []
             long, own = RareSteps.of(blocks, beside), [block.of_rank(evidence.one) for block in blocks] if arm in FED[:2] else []
             alone = RareSteps.of(own, beside).all_seconds(own) if own else [(0.0, 0, 0)] * len(blocks)
             found = []
@@ -399,11 +401,10 @@ class RareSteps:
     """Seconds from which on a step is one of them; inf = there are none."""
 
     @classmethod
-    def of(cls, blocks: Sequence[GapBlock], beside: Sequence[Sequence[GapBlock]] = ()) -> "RareSteps":
-        """Of the blocks of an arm; by those of it and of the arms `beside` is known whether long steps are rare."""
+    def of(cls, blocks: Sequence[GapBlock], beside: Sequence[tuple[float, int, int]] = ()) -> "RareSteps":
+        """Of the blocks of an arm; by its `_long_steps` and those of the arms `beside` is known whether long steps are rare."""
         usual, long, count = _long_steps(blocks)
-        others = [_long_steps(other) for other in beside]
-        longs, counts = (sum(column) for column in zip((long, count), *(other[1:] for other in others), strict=True))
+        longs, counts = (sum(column) for column in zip((long, count), *(other[1:] for other in beside), strict=True))
         return cls(usual, LONG * usual if 0 < longs <= RARE * counts else math.inf)
 
     def without(self, block: GapBlock) -> GapBlock:

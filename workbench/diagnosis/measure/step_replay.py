@@ -211,7 +211,7 @@ class Replayer:
         self.begin(window[0])
         trainer, precision = self.trainer, self.trainer.precision
         double = higher and self.spec.precision == "fp32"
-        dtypes = {name: value.dtype for name, value in (*trainer.module.named_parameters(), *trainer.module.named_buffers())}
+        dtypes = {each: value.dtype for each, value in (*trainer.module.named_parameters(), *trainer.module.named_buffers())}
         loss, norm, after, done, factor = math.nan, math.nan, math.nan, True, 1.0
         try:
             if higher:
@@ -236,8 +236,8 @@ class Replayer:
             trainer.precision = precision
             trainer.optimizer.zero_grad()
             if double:
-                for name, value in (*trainer.module.named_parameters(), *trainer.module.named_buffers()):
-                    value.data = value.data.to(dtypes[name])
+                for each, value in (*trainer.module.named_parameters(), *trainer.module.named_buffers()):
+                    value.data = value.data.to(dtypes[each])  # by name: buffers are other objects now
         skipped = not done and factor > 1.0  # at a scale of 1 the gradients themselves overflow
         return Trial(name=name, loss=_finite(loss), gradient=_finite(norm), others=_finite(after), skipped=skipped)
 
