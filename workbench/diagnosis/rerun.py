@@ -37,7 +37,7 @@ BLOCKS = 8
 QUICK, SHOWN = 0.25, 0.7
 """The part of the steps that are faster than the value, and how much of the mean's change it has to show. Chosen: on two cores with eleven
 processes that want them the mean of 150 steps varied by 20 % from launch to launch."""
-TOO_MUCH = 2
+TOO_MUCH = 1.5
 """How many times the change of a mean that is sure the quantile may show at most. Chosen: where two workers are slower than training, every
 second step still finds a batch, so the fastest quarter of the steps says nothing of the others."""
 CLEAR, SURE, FEW_BLOCKS = 0.03, 3, 4
@@ -368,9 +368,9 @@ def measured(runs: Sequence[Run], of: str) -> Measured:
 
     Of time it is the step that a quarter of the steps are faster than, where that shows the regression as well as the mean: other processes
     disturb it least. Where it shows less, such as where some steps stall, it is the mean, unless only the quantile's change is beyond what
-    blocks of the runs vary by. It is the mean, too, where its change is beyond that and the quantile's is more than twice as large, such as
-    where a slow loader holds up only every second step. Where the two contradict each other, a quantile that is sure counts: load can make
-    any mean longer, and the fastest steps hardly.
+    blocks of the runs vary by. It is the mean, too, where its change is beyond that and the quantile's is more than half as large again,
+    such as where a slow loader holds up only every second step. Where the two contradict each other, a quantile that is sure counts: load
+    can make any mean longer, and the fastest steps hardly.
     """
     sizes = [samples_per_step(run) for run in runs] if of == "time" else [1.0, 1.0]
     per = "step" if not all(sizes) or math.isclose(*sizes, rel_tol=0.01) else "sample"
