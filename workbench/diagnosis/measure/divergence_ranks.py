@@ -104,14 +104,14 @@ class RanksRecorder:
         """Put together what modules gave in a micro-batch, if all ranks called them as often and with the same shapes. A collective."""
         if self._readers.world_size == 1:
             return
-        calls = [(name, call, [tuple(tensor.shape) for tensor in rows]) for (name, call), rows in self._waiting.items()]
+        calls: dict[str, list[Any]] = {}
+        for (name, _), rows in self._waiting.items():
+            calls.setdefault(name, []).append([(tuple(tensor.shape), str(tensor.dtype)) for tensor in rows])
         of_ranks: list[Any] = [None] * self._readers.world_size
-        dist.all_gather_object(of_ranks, calls, group=self._group)
-        for name in dict.fromkeys(name for name, _, _ in of_ranks[0]):  # the order of the first rank: others may have another
-            first, *others = ([each for each in of_rank if each[0] == name] for of_rank in of_ranks)
-            if all(other == first for other in others):
-                for _, call, _ in first:
-                    self._output(name, call, self._waiting[name, call])
+        dist.all_gather_object(of_ranks, (calls, list(self._waiting)), group=self._group)
+        for name, call in of_ranks[0][1]:  # the order of the first rank: others may have another
+            if all(of_rank.get(name) == of_ranks[0][0][name] for of_rank, _ in of_ranks):
+                self._output(name, call, self._waiting[name, call])
         self._waiting.clear()
 
     @contextlib.contextmanager
