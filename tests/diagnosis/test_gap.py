@@ -63,6 +63,12 @@ def test_rare_long_steps_count_by_their_mean() -> None:
     assert ranks_with_rare_steps(evidence) == [1]
     assert "now and then on rank 1, " in next(remedy.what for remedy in remedies_for_gap(evidence, gap, None) if remedy.scope == "cause")
     assert predict_gap(evidence, 8)["rare long steps"].mid > gap["rare long steps"].mid
+    alone = evidence.blocks[0].steps[0]
+    paused = replace(evidence.blocks[0], steps=((*alone[:-1], 0.6), *evidence.blocks[0].steps[1:]))
+    lucky = replace(planted(rounds=3), blocks=(paused, *planted(rounds=3).blocks[1:]))
+    assert gap_of(lucky)["rare long steps"].mid < 0, "of N ranks, none was seen to pause"
+    assert predict_gap(lucky, 8)["rare long steps"].mid == 0
+    assert predict_gap(lucky, 8).step.mid > 0
     assert "rare long steps" not in [part.cause for part in gap_of(planted()).parts]
     often = gap_of(planted(rounds=12, uneven=0.06))  # in a third of the steps
     assert often["rare long steps"].mid == 0

@@ -88,8 +88,9 @@ def _from_several(e: GapEvidence, ranks: int, same: str, link: Gradients | None)
     if waits := grown.get("waits and reduction"):
         grown["waits and reduction"] = Interval(low=waits.low, mid=waits.mid * volume, high=max(waits.high * ring, waits.mid * volume))
     if rare := grown.get("rare long steps"):  # the more ranks, the more often one has such a step
-        mid = rare.mid * math.sqrt(ring * tree)
-        grown["rare long steps"] = Interval(low=min(mid, rare.low * tree), mid=mid, high=max(mid, rare.high * ring))
+        low, mid, high = (max(0.0, end) for end in (rare.low, rare.mid, rare.high))  # that N have fewer than one is chance
+        mid *= math.sqrt(ring * tree)
+        grown["rare long steps"] = Interval(low=min(mid, low * tree), mid=mid, high=max(mid, high * ring))
     if link is not None and e.gradients is not None and "large gradients" in grown:
         grown |= _over_link(e, gap, ranks, link)
     steps = _busy_steps(e)
