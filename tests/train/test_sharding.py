@@ -409,6 +409,7 @@ def test_the_wrapper_is_known_by_its_name(alone: Ranks) -> None:
     layout = Layout(readers=alone, data=dist.group.WORLD)
     model = sharding.distribute(nn.Linear(3, 3), spec_of(), layout, torch.device("cpu"))
     assert type(model).__name__ == "DistributedDataParallel"
+    assert type(model).__module__.startswith("torch."), "else its flags are put back after a diagnosis"
     assert model.in_features == 3
 
 

@@ -59,7 +59,8 @@ class _WithAttributes(DistributedDataParallel):
             return getattr(self.module, name)
 
 
-_WithAttributes.__name__ = _WithAttributes.__qualname__ = DistributedDataParallel.__name__  # by which alarms, traces and people know it
+_WithAttributes.__name__ = _WithAttributes.__qualname__ = DistributedDataParallel.__name__  # by which alarms, traces and people know it,
+_WithAttributes.__module__ = DistributedDataParallel.__module__  # and `harness.discover`, that it is none of the user's objects
 
 
 def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device, *, again: bool = False) -> nn.Module:
