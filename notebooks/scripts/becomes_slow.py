@@ -72,8 +72,8 @@ def longer(timeline: Timeline, phase: str) -> float:
     return median(values[SINCE // BLOCK + 2 :]) - median(values[5 : SINCE // BLOCK - 1])
 
 
-def draw(timelines: Sequence[Timeline], told: int, ax: Axes | None = None) -> Axes:
-    """Draw the forward of the rank that becomes slower and the backward of the other, with the step that was told."""
+def draw(timelines: Sequence[Timeline], reported: int, ax: Axes | None = None) -> Axes:
+    """Draw the forward of the rank that becomes slower and the backward of the other, with the step that was reported."""
     ax = style_axes(prepared(ax, WIDTH, 3.2))
     lines = []
     for rank, phase in ((RANK, "forward"), (1 - RANK, "backward")):
@@ -82,7 +82,7 @@ def draw(timelines: Sequence[Timeline], told: int, ax: Axes | None = None) -> Ax
             [BLOCK * place for place in range(len(values))], values, color=PHASES[phase], label=f"{phase} of rank {rank}, measured"
         )
     note_beside(ax, SINCE, f"planted: step {SINCE}", left=True, fontsize=9)
-    note_beside(ax, told, f"told: step {told}", left=False, fontsize=9)
+    note_beside(ax, reported, f"reported: step {reported}", left=False, fontsize=9)
     ax.set_xlabel("step")
     ax.set_ylabel("median of 8 steps (ms)")
     ax.set_ylim(0, 1.25 * ax.get_ylim()[1])
