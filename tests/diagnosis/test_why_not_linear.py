@@ -21,6 +21,7 @@ from workbench.diagnosis.analysis.evidence import Gradients
 from workbench.diagnosis.analysis.gap import Gap
 from workbench.diagnosis.analysis.gap_evidence import Tail
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
+from workbench.diagnosis.plot_gap import SHOWN
 from workbench.diagnosis.why_not_linear import LaunchLoad, _wait, script_evidence, why_not_linear
 from workbench.runs.run import _on_run_started, on_run_started
 from workbench.runs.spec import ScriptSpec
@@ -569,3 +570,14 @@ def test_a_script_that_averages_gradients_itself_is_not_sent_to_a_method_of_ddp(
     remedy = next(remedy for remedy in alone.remedies if remedy.name == "accumulation=4")
     assert remedy.what == "Reduce gradients once per 4 micro-batches: accumulation with no reduction in between."
     assert "with no_sync() in between" in result.remedy("accumulation=4").what
+
+
+def test_lines_lead_from_bar_to_bar_though_small_parts_have_no_row() -> None:
+    result = answer(slow=0.006, loaders=0.00004, reduction=0.004)
+    full = result.samples / result.gap.linear.mid
+    assert any(0 < abs(result.gap.cost(part.cause, result.samples)) < SHOWN * full for part in result.gap.parts)
+    ax = result.plot()
+    bars = sorted((patch.get_y() + patch.get_height() / 2, patch.get_x(), patch.get_width()) for patch in ax.patches)
+    into = {round(float(line.get_ydata()[-1]), 2): float(line.get_xdata()[-1]) for line in ax.lines}  # where the line along a bar ends
+    for row, x, width in bars[1:-1]:
+        assert min(abs(into[round(row + 0.31, 2)] - edge) for edge in (x, x + width)) < 1e-6 * full

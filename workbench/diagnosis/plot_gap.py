@@ -33,7 +33,7 @@ def why_not_linear(result: WhyNotLinear, ax: Axes | None = None) -> Axes:
     """Throughput from N × one rank, part by part, down to N ranks. A part that is a gain extends to the right.
 
     Each part's share of the lost throughput is proportional to its seconds, so that the parts add up. Filled bars are measured, hatched
-    bars predicted.
+    bars predicted. Parts below SHOWN have no row: the first connecting line slants by their sum.
 
     Args:
         result: an answer of `wb.why_not_linear`, for the ranks that were measured or for more (`result.at(64)`).
@@ -62,8 +62,11 @@ def why_not_linear(result: WhyNotLinear, ax: Axes | None = None) -> Axes:
     draw_bars(ax, widths, starts, colors, predicted=guessed)
     level = full
     for place, part in enumerate(parts, 1):
-        ax.plot([level, level], [place - 0.69, place + 0.31], color=ink(ax), linewidth=0.8, alpha=0.5)
-        level = starts[place] if gap.cost(part.cause, samples) >= 0 else starts[place] + widths[place]
+        edges = [starts[place], starts[place] + widths[place]]
+        begin, end = edges[::-1] if gap.cost(part.cause, samples) >= 0 else edges
+        ax.plot([level, begin], [place - 0.69, place - 0.31], color=ink(ax), linewidth=0.8, alpha=0.5)
+        ax.plot([begin, begin], [place - 0.31, place + 0.31], color=ink(ax), linewidth=0.8, alpha=0.5)
+        level = end
     ax.plot([level, level], [len(parts) + 0.31, len(parts) + 0.69], color=ink(ax), linewidth=0.8, alpha=0.5)
     end_labels(ax, [start + width for start, width in zip(starts, widths, strict=True)], ends)
     ax.set_xlabel(f"throughput ({result.unit}/s)")
