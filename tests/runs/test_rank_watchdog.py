@@ -32,6 +32,7 @@ class Clock:
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     numbers = {"0": 0}
     monkeypatch.setattr(flight_recorder, "numbers", lambda: dict(numbers))
+    monkeypatch.setattr(flight_recorder, "by_name", dict)  # other tests of this process may have recorded calls
     monkeypatch.setattr(rank_watchdog.rank_log, "steps_written", lambda: None)
     return numbers
 
