@@ -515,7 +515,7 @@ for batch in DataLoader(Slow(), batch_size=8):
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_real_script_is_proved_unedited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = why_not_linear(tmp_path / "train.py", nproc_per_node=2, budget_s=300, runs_dir=tmp_path / "runs")
+    result = why_not_linear(tmp_path / "train.py", nproc_per_node=2, budget_s=100, runs_dir=tmp_path / "runs")
     lines = SCRIPT.splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "= DistributedDataParallel" in text)
     assert result.evidence.places["ddp"] == f"train.py:{line}"
