@@ -84,6 +84,25 @@ def padded() -> wb.Task:
     )
 
 
+class Boxes(nn.Module):
+    """Its head is called once for each sample that has a box, so not as often on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = torch.tanh(self.body(inputs))
+        with_box = [self.head(each).square().sum() for each, own in zip(features, inputs, strict=True) if own[0] > 0]
+        unused = features.sum() * 0 + sum(weight.sum() * 0 for weight in self.head.parameters())  # DDP needs a gradient of all on each rank
+        total: Tensor = sum(with_box, unused) / len(inputs)
+        return total
+
+
+def boxes() -> wb.Task:
+    return dataclasses.replace(built(), model=Boxes, loss=lambda model, batch: model(batch[0]), tensor_parallel=None)
+
+
 def deep() -> wb.Task:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
@@ -173,8 +192,9 @@ def test_micro_batches_of_a_model_that_returns_its_loss_differ_by_rounding() -> 
         {"micro_batch": 2, "accumulation": 2},
         STAGES,
         {"micro_batch": 4, "task": f"{__file__}:weighted"},
+        {"micro_batch": 4, "task": f"{__file__}:boxes"},
     ],
-    ids=["padded", "fsdp", "tp", "ddp", "pp", "weighted"],
+    ids=["padded", "fsdp", "tp", "ddp", "pp", "weighted", "boxes"],
 )
 def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, knobs: dict[str, Any]) -> None:
     one = ONE.replace(micro_batch=4, accumulation=2) if "pipeline_parallel" in knobs else ONE.replace(task=knobs.get("task", ONE.task))
