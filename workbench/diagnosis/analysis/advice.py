@@ -89,13 +89,13 @@ def busy_notes(e: Evidence) -> list[str]:
     return [note for note in e.notes if note.startswith(BUSY) or OTHERS in note]
 
 
-def diagnose_command(spec: ScriptSpec, *options: str, threads: int) -> str:
-    """A shell's command that diagnoses a script, launched as it was but for the number of threads.
+def script_command(verb: str, spec: ScriptSpec, *options: str, threads: int) -> str:
+    """A shell's command that diagnoses or launches a script as it was launched, but for the number of threads.
 
-    >>> diagnose_command(ScriptSpec(script="train.py", args=["--lr", "0.1"]), threads=2)
+    >>> script_command("diagnose", ScriptSpec(script="train.py", args=["--lr", "0.1"]), threads=2)
     'workbench diagnose train.py --set threads=2 -- --lr 0.1'
     """
-    words = ["workbench", "diagnose", near(spec.script), *options]
+    words = ["workbench", verb, near(spec.script), *options]
     words += ["--nproc-per-node", str(spec.nproc_per_node)] if spec.nproc_per_node > 1 else []
     words += ["--set", f"threads={threads}"] if threads > 1 else []
     return shlex.join([*words, *(["--", *spec.args] if spec.args else [])])
@@ -172,7 +172,7 @@ class Advice:
         busy = f" Beside other processes fewer are often faster: torch.set_num_threads({e.threads}) keeps them." if busy_words(e) else ""
         return (
             f"Without the workbench, your script uses {alone} threads per operator, unless it sets them; here it ran with {here}.{busy} "
-            f"`{diagnose_command(self.spec, threads=alone)}` shows its step with {alone}."
+            f"`{script_command('diagnose', self.spec, threads=alone)}` shows its step with {alone}."
         )
 
     @property

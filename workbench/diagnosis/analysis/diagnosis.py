@@ -18,7 +18,7 @@ from workbench.core.synonyms import accept_synonyms
 from workbench.core.system_load import usable_cores
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.data.analysis.format_costs import FormatComparison
-from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_notes, busy_words, diagnose_command, loader_misfit, void_notes
+from workbench.diagnosis.analysis.advice import TO_COMPARE, Advice, busy_notes, busy_words, loader_misfit, script_command, void_notes
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import TERMS, LoaderCurve
@@ -332,7 +332,9 @@ class Diagnosis(JsonDataclass):
         text, cores = f"{started}{units.several(e.threads, 'thread')} per operator", e.noise.cores if e.noise else usable_cores()
         if self.spec and e.threads == 1 and cores >= 2:
             every, threads = f"all {cores:.0f} cores" if e.noise else "all cores", min(4, int(cores))
-            how = f"`{diagnose_command(self.spec, threads=threads)}`" if isinstance(self.spec, ScriptSpec) else f"threads={threads}"
+            how = (
+                f"`{script_command('diagnose', self.spec, threads=threads)}`" if isinstance(self.spec, ScriptSpec) else f"threads={threads}"
+            )
             text += f", which the workbench sets (a process that you start yourself uses {every}): {how} changes it"
         return [text]
 
@@ -421,8 +423,8 @@ class Diagnosis(JsonDataclass):
         provable = self._chosen is not None
         command, words = "", list[str]()
         if isinstance(self.spec, ScriptSpec):
-            command = diagnose_command(self.spec, "--prove", threads=self.spec.threads)
-            command = command if provable else command.replace(" diagnose ", " launch ", 1).replace(" --prove", " --profile", 1)
+            verb, option = ("diagnose", "--prove") if provable else ("launch", "--profile")
+            command = script_command(verb, self.spec, option, threads=self.spec.threads)
         elif isinstance(self.spec, RunSpec) and (provable or self.evidence.observed):
             words = ["diagnose", self.spec.task, *(["--prove"] if provable else [])]
             turned = [f"{name}={value}" for name, (_, value) in RunSpec(task=self.spec.task).changes(self.spec).items()]
