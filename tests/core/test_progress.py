@@ -155,10 +155,10 @@ def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(m
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stdout=io.StringIO(), stderr=io.StringIO(), modules=modules))
     with Waiting("diagnose", 60) as line:
         now[0] += 8
-        line.say("no optimizer step", "no loader: 61 % less (55 to 67)")
+        line.say("no optimizer step", "no loader: 61 % less so far")
     assert [update for _, update in sent] == [False, True, True]
     assert sent[0][0] == {"text/plain": "diagnose: starting … 0 s of at most 60 s"}
-    known = "no loader: 61 % less (55 to 67)"
+    known = "no loader: 61 % less so far"
     assert sent[1][0] == {"text/plain": f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"}
     assert sent[2][0] == {}  # nothing stays but an empty output, where nobody knows what else the cell shows
     assert line.words(61).endswith("… 61 s, its 60 s are over: it ends as soon as it can")

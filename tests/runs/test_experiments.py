@@ -21,9 +21,9 @@ def test_it_shows_what_is_tried_and_what_is_known_so_far(tmp_path: Path, monkeyp
     write = progress_writer(tmp_path)
     write("the first steps", "")
     now[0] += 1
-    write("no optimizer step", "no loader: 61 % less (55 to 67)")
+    write("no optimizer step", "no loader: 61 % less so far")
     now[0] += 4
-    known = "no loader: 61 % less (55 to 67)"
+    known = "no loader: 61 % less so far"
     assert words(run) == f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"  # type: ignore[arg-type]
     (tmp_path / run_directory.PROGRESS).write_text("half a")
     assert "starting" in words(run)  # type: ignore[arg-type]

@@ -166,9 +166,9 @@ class Waiting:
     """What a long call does now, and what it knows so far, in a line; the line goes at the end.
 
     >>> line = Waiting("diagnose", 60)
-    >>> line.say("no optimizer step", "no loader: 61 % less (55 to 67)")
+    >>> line.say("no optimizer step", "no loader: 61 % less so far")
     >>> line.words(8)
-    'diagnose: no loader: 61 % less (55 to 67); now: no optimizer step … 8 s of at most 60 s'
+    'diagnose: no loader: 61 % less so far; now: no optimizer step … 8 s of at most 60 s'
     """
 
     def __init__(self, name: str, budget_s: float | None, *, begin: str = "starting", after: float = 0.0) -> None:

@@ -301,7 +301,18 @@ class Diagnosis(JsonDataclass):
         once = (
             f"one pair of blocks for {', '.join(single)}: their ranges assume that equal blocks differ by {units.percent(ONE_PAIR)} at most"
         )
-        return display.notes([text, *[once] * ("cached" in single), *self._threads, *self._agreement, *gpu, *notes])
+        return display.notes([text, *[once] * ("cached" in single), *self._called, *self._threads, *self._agreement, *gpu, *notes])
+
+    @property
+    def _called(self) -> list[str]:
+        """Why what is saved without the host is not what its row adds; none = the two agree, or the table has no such row."""
+        saved, adds = self.judgement.shares.get("host"), self.parts.share("host")
+        if saved is None or saved.low <= adds <= saved.high or not self.judgement.cause.startswith(("python", "launches")):
+            return []
+        return [
+            f"between operators the host takes {units.percent(adds)} of the step; what else would be saved without it is Python inside "
+            "forward and backward and the calling of short operators, which count as compute under adds and share"
+        ]
 
     @property
     def _notes(self) -> list[str]:

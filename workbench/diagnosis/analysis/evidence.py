@@ -106,12 +106,16 @@ class Loading:
         '36 % is in a.py:7 warp'
         """
         place, _, function = line.partition(" ")
-        file = place.rpartition(":")[0]
-        share = dict(self.slow_lines)[line]
-        more = sum(other for name, other in self.slow_lines if name.startswith(f"{file}:") and name.partition(" ")[2] == function)
+        share, more = dict(self.slow_lines)[line], self.function_share(line)
         if more == share:
             return f"{units.percent(share)} is in {line}"
         return f"at least {units.percent(min(more, 1.0))} is in {function}, {units.percent(share)} in the line {place} alone"
+
+    def function_share(self, line: str) -> float:
+        """The fraction of the time of making a batch that the slow lines of one of them's function take together."""
+        place, _, function = line.partition(" ")
+        file = place.rpartition(":")[0]
+        return sum(other for name, other in self.slow_lines if name.startswith(f"{file}:") and name.partition(" ")[2] == function)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Derives the remedies of a slow loader: more or fewer workers, deeper queues, persistent workers, prepared data."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from workbench.core import units
 from workbench.core.system_load import affinity
@@ -194,7 +194,7 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
         (
             ("dataset code", "oversubscribed", "slow samples")[whole:],
             "prepared data",
-            _cheaper(loading),
+            _cheaper(loading, lambda share: 1 / max(1e-3, 1 - _saved(case, _less_cpu(feeding, min(share, fixed)), loading))),
             _less_cpu(feeding, fixed * (1 - left_cpu)),
             f"{units.percent(1 - left_cpu)} of the dataset's CPU{' that is not random' * bool(drawn)}, {units.percent(fixed)} of making a "
             "batch, is gone",
@@ -236,14 +236,18 @@ MIN_LINE = 0.25
 """Share of the time of making a batch from which on the advice names a line of the dataset. Chosen: a change there gains something."""
 
 
-def _cheaper(loading: Loading) -> str:
-    """How making samples gets cheaper: at the dataset's heaviest line that is not random, if one is known."""
+def _cheaper(loading: Loading, without: Callable[[float], float]) -> str:
+    """How making samples gets cheaper: at the dataset's heaviest line that is not random, if one is known.
+
+    `without` gives the throughput over that of now if a fraction of the CPU of making a batch were gone.
+    """
     fixed = next((item for item in loading.slow_lines if item not in loading.random_lines), None)
     if fixed and fixed[1] >= MIN_LINE:
         return (
-            f"Make {fixed[0]} cheaper (of the time of a batch, {loading.within(fixed[0])}): work on whole arrays instead of loops, compute "
-            "once what is the same for all samples, and do once, beforehand, what each epoch repeats and is not random (decode, resize, "
-            "tokenize), and store it as arrays."
+            f"Make {fixed[0]} cheaper (of the time of a batch, {loading.within(fixed[0])}; if that cost nothing, "
+            f"{units.times(without(loading.function_share(fixed[0])))}): work on whole arrays instead of loops, compute once what is the "
+            "same for all samples, and do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize), and "
+            "store it as arrays."
         )
     return (
         "Do once, beforehand, what each epoch repeats and is not random (decode, resize, tokenize, compute), and store it as arrays; or "

@@ -4,6 +4,7 @@ Where an experiment tried the change itself, its ratio is put into the full step
 an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from workbench.diagnosis.analysis.script_remedies import from_outside, set_by
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.untried_remedies import fewer_micro_batches, less_own_code, sparse_tables
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
-from workbench.runs.spec import RunSpec, Spec
+from workbench.runs.spec import RunSpec, Spec, SpecError
 
 REMOVES = {
     "precision": ("compute",),
@@ -201,14 +202,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
         spread = not most and sum(share for _, share in own) * c.replayed / c.step < MIN_EXPLAINED * saved.mid  # else it is not the model's
         follow = f"{'kernels' if device else 'operators'} follow each other without a gap; that there may be fewer of them is not counted"
         if spread or cause.startswith("launches"):
-            yield ceiling(
-                case,
-                "torch.compile",
-                "Compile the model, model = torch.compile(model): fewer and larger operators, less Python between them.",
-                saved,
-                follow,
-                "a minute or more at the first step, and again for each new shape; a C++ compiler",
-            )
+            yield _compiled(case, saved, follow)
         if device and cause.startswith("launches") and not graphs:
             yield ceiling(
                 case,
@@ -222,6 +216,22 @@ def _host(case: Case) -> Iterator[Remedy | None]:
         yield ceiling(case, "less Python in the step", what, saved, follow)
     elif cause == "garbage collection":
         yield ceiling(case, "gc=False", _GC_OFF, saved, "the collector never runs", _GC_COSTS, {"gc": False})
+
+
+def _compiled(case: Case, saved: Interval, follow: str) -> Remedy | None:
+    """A compiled model, by the knob of a spec where its other knobs allow it; none where it is compiled already."""
+    name, what, change = "torch.compile", "Compile the model, model = torch.compile(model)", {}
+    if isinstance(case.spec, RunSpec):
+        if case.spec.compile != "none":
+            return None
+        for value in ("model", "blocks"):
+            with contextlib.suppress(SpecError):
+                case.spec.replace(compile=value)
+                name, what, change = f"compile={value}", f'Compile the model: compile="{value}"', {"compile": value}
+                break
+    what += ": fewer and larger operators, less Python between them." if not change else ", for fewer and larger operators and less Python."
+    costs = "a minute or more at the first step, and again for each new shape; a C++ compiler"
+    return ceiling(case, name, what, saved, follow, costs, change)
 
 
 def _padding(case: Case) -> Iterator[Remedy | None]:
