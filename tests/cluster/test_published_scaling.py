@@ -44,6 +44,7 @@ def once(reality: Any, held_out: Any, prefixes: Any, monkeypatch: pytest.MonkeyP
         )
 
 
+@pytest.mark.slow
 def test_no_predictor_is_worse_than_committed(reality: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert reality.main([]) == 0
     shown = capsys.readouterr().out

@@ -199,6 +199,7 @@ def test_not_even_one_sample() -> None:
     assert "not even one" in str(found)
 
 
+@pytest.mark.slow
 def test_several_dry_runs_say_which_of_how_many_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(Waiting, "say", lambda self, now, known=None: lines.append(now) if now not in lines else None)

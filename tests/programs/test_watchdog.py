@@ -18,6 +18,7 @@ from workbench.programs.watchdog import Watchdog, _usage
 from workbench.runs.hang import IDLE_START, Hang
 
 
+@pytest.mark.slow
 def test_a_lock_that_is_taken_twice_is_named_while_the_run_goes_on(tmp_path: Path) -> None:
     run = hangs.start("lock", tmp_path)
     try:

@@ -356,6 +356,7 @@ def test_names_with_the_prefix_of_a_wrapper(alone: Ranks, tmp_path: Path, prefix
         begin_with(folder, tmp_path, spec_of())
 
 
+@pytest.mark.slow
 def test_states_that_do_not_fit_the_optimizer_of_the_task(alone: Ranks, tmp_path: Path) -> None:
     adam, sgd = toy_tasks.numbers(optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True)), toy_tasks.numbers()
     model, optimizer = script(lr=0.1, momentum=0.9)

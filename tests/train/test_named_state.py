@@ -65,6 +65,7 @@ def test_two_files_are_rotated_together(written: Path) -> None:
     assert names(written) == both
 
 
+@pytest.mark.slow
 def test_other_modes_load_the_same_and_say_that_the_training_is_another(
     alone: Ranks, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_averages_of_shared_models_are_those_of_one_process(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluated by all ranks or by one, and exported; and no step is another because of an evaluation of averages before it."""
     monkeypatch.setattr(environment, "torchrun", forks.torchrun)
