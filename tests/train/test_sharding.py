@@ -566,6 +566,15 @@ def test_a_sparse_buffer(alone: Ranks, parallel: str) -> None:
         Trainer(spec_of(parallel=parallel), toy_tasks.numbers(model=build), alone)
 
 
+def test_embeddings_with_sparse_gradients_are_not_sharded(alone: Ranks) -> None:
+    """The error was "Could not run 'fsdp::chunk_cat' with arguments from the 'SparseCPU' backend", with forty backends."""
+    sparse = lambda: nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 1))  # noqa: E731
+    with pytest.raises(
+        TaskError, match=r'parallel="fsdp": the gradients of the embedding .0. are sparse, .* sparse=False, or parallel="ddp"'
+    ):
+        Trainer(spec_of(parallel="fsdp"), toy_tasks.numbers(model=sparse), alone)
+
+
 def test_an_optimizer_that_cannot_be_dealt_out(alone: Ranks) -> None:
     class Stubborn(torch.optim.SGD):
         def __init__(self, weights: Any) -> None:

@@ -73,7 +73,7 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
 
     Raises:
         SpecError: a knob does not fit this machine or this torch.
-        TaskError: the model has a sparse buffer.
+        TaskError: the model has a sparse buffer, or an embedding with sparse gradients that would be sharded.
     """
     if sparse := [name for name, buffer in module.named_buffers() if buffer.layout != torch.strided]:
         raise TaskError(
@@ -85,6 +85,11 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
             raise SpecError(
                 f'parallel="{spec.parallel}": FSDP2 of torch {torch.__version__} needs a GPU; on a CPU take torch 2.7 or newer, or '
                 'parallel="zero1"'
+            )
+        if tables := [name for name, part in module.named_modules() if getattr(part, "sparse", None) is True]:
+            raise TaskError(
+                f'parallel="{spec.parallel}": the gradients of the embedding {tables[0]!r} are sparse, and FSDP2 shards only dense ones; '
+                'try it with sparse=False, or parallel="ddp"'
             )
         broadcast_parameters(module, layout.data, device)
         return _sharded(module, spec, layout, device)
