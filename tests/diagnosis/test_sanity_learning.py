@@ -461,14 +461,18 @@ def test_a_language_model_is_not_blamed_after_a_few_steps() -> None:
     assert "with 50 steps this would be a fault" in found.figure
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("clears", [True, False])
-def test_gradients_that_are_never_set_to_zero_are_named(clears: bool) -> None:
+def test_gradients_that_are_never_set_to_zero_are_named(clears: bool, clips: bool) -> None:
+    """Clipped gradients add up, too, but are not the sum of all that arrived: it was missed."""
     model = perceptron()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
 
     def step(batch: Any) -> Tensor:
         loss = classify(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         if clears:
             optimizer.zero_grad()

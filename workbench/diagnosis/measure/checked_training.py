@@ -37,6 +37,8 @@ MOST_OBSERVED = 64
 """Steps that are taken until each optimizer has stepped, which need not be in each call: gradients may add up over several."""
 FEW = 8
 """Samples to learn by heart."""
+ENOUGH = 8
+"""Numbers in a gradient whose direction says something. Chosen: two directions at random lie far apart then."""
 
 
 class Line(Protocol):
@@ -207,29 +209,34 @@ class _Arrived:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self._all = torch.zeros_like(weight)
         self._since_update = torch.zeros_like(weight)
-        self._updates = 0
+        self._used: Tensor | None = None
+        """Its gradient at the last update."""
         self._handle = weight.register_hook(self._arrives)  # type: ignore[no-untyped-call]
 
     def _arrives(self, grad: Tensor) -> None:
         if grad.layout == torch.strided:
-            self._all += grad
             self._since_update += grad
 
     def was_kept(self) -> bool:
-        """Whether the gradient at this update is the sum of all that ever arrived, and not that since the last update."""
-        grad = self.weight.grad
-        kept = False
-        if self._updates and grad is not None and grad.layout == torch.strided and (size := float(grad.norm())):
-            old, new = (float((grad - arrived).norm()) / size for arrived in (self._all, self._since_update))
-            kept = old < 1e-3 and new > 1e-2
-        self._updates += 1
+        """Whether the gradient at this update is that of the last one plus what arrived since, and not what arrived alone; up to a factor,
+        as clipping its norm multiplies it by one.
+        """
+        grad, kept = self.weight.grad, False
+        if grad is not None and grad.layout == torch.strided:
+            if self._used is not None:
+                kept = _turned(grad, self._used + self._since_update) < 1e-3 and _turned(grad, self._since_update) > 1e-2
+            self._used = grad.detach().clone()
         self._since_update.zero_()
         return kept
 
     def remove(self) -> None:
         self._handle.remove()
+
+
+def _turned(one: Tensor, other: Tensor) -> float:
+    """How far the directions of two tensors lie apart: 0 = a positive factor, 2 = a negative one, nan = one of them is 0."""
+    return float((one / one.norm() - other / other.norm()).norm())
 
 
 def _same_units(part: nn.Module) -> Iterator[Tensor]:
@@ -283,7 +290,7 @@ def observe(training: Training, *, seconds: float = math.inf) -> Seen:
 
     arrived = {
         id(optimizer): [
-            _Arrived(min(trained, key=torch.numel))
+            _Arrived(min(trained, key=lambda weight: (weight.numel() < ENOUGH, weight.numel())))
             for group in optimizer.param_groups
             if (trained := [weight for weight in group["params"] if weight.requires_grad])
         ]
