@@ -294,3 +294,20 @@ def test_data_that_are_refused(alone: Ranks, tmp_path: Path) -> None:
         train(spec_of(evaluate="epoch"), toy_tasks.parted_stream(), alone, tmp_path)
     with pytest.raises(TaskError, match="expected a dataset with a length above 0"):
         train(spec_of(evaluate=True, steps=1), toy_tasks.validated(validation=list), alone, tmp_path)
+
+
+def test_logits_of_pixels_have_their_classes_where_torchs_losses_take_them() -> None:
+    """A U-Net's logits (samples, classes, height, width) were refused, without a way out."""
+    logits, targets = torch.randn(2, 5, 3, 4), torch.randint(-1, 5, (2, 3, 4))
+    given = [{"logits": each, "targets": targets} for each in (logits, logits.movedim(1, -1))]
+    assert validation.sums_of(given[0], [7, 9]) == validation.sums_of(given[1], [7, 9])
+    square = {"logits": torch.randn(2, 4, 4, 4), "targets": torch.randint(0, 4, (2, 4, 4))}
+    kept = validation.sums_of(square, [0, 1])["classification"]["loss"]
+    assert kept == pytest.approx(float(nn.functional.cross_entropy(square["logits"].movedim(-1, 1), square["targets"], reduction="sum")))
+    ways = {
+        "For one yes or no per output, give figures": (torch.randn(2), torch.tensor([0.0, 1.0])),
+        "or below 0 if they are to be left out": (logits, targets.masked_fill(targets < 0, 255)),
+    }
+    for words, (outputs, wanted) in ways.items():
+        with pytest.raises(TaskError, match=words):
+            validation.sums_of({"logits": outputs, "targets": wanted}, [7, 9])

@@ -174,7 +174,8 @@ def sums_of(given: Any, indices: list[int]) -> Sums:
 
     Args:
         given: figures by name, each the mean over the batch or a tensor with a number per sample; with "logits" and "targets" those of a
-            classification: logits (samples, …, classes) and targets (samples, …), of which those below 0 are left out.
+            classification: logits (samples, …, classes), or (samples, classes, …) as torch's losses take them where only that fits, and
+            targets (samples, …), of which those below 0 are left out.
         indices: of the samples in the dataset.
 
     Raises:
@@ -203,19 +204,24 @@ def sums_of(given: Any, indices: list[int]) -> Sums:
 
 
 def _classified(logits: Any, targets: Any, indices: list[int]) -> Sums:
+    if isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() == targets.dim() + 1 >= 3:
+        if logits.shape[:-1] != targets.shape == logits.shape[:1] + logits.shape[2:]:
+            logits = logits.movedim(1, -1)
     fits = isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() > 1 and logits.shape[:-1] == targets.shape
     if not fits or targets.is_floating_point() or logits.shape[0] != len(indices):
         shapes = ", ".join(f"{type(each).__name__}{tuple(getattr(each, 'shape', ()))}" for each in (logits, targets))
         raise TaskError(
             f"the task's evaluate(model, batch) returned logits and targets {shapes} of {len(indices)} samples; expected "
-            "logits (samples, …, classes) and whole numbers as targets (samples, …)"
+            "logits (samples, …, classes) and whole numbers as targets (samples, …). For one yes or no per output, give figures with a "
+            'number per sample, {"accuracy": ((logits > 0) == (targets > 0.5)).float()}'
         )
     classes, each = logits.shape[-1], targets.numel() // len(indices)
     if (largest := int(targets.max()) if targets.numel() else 0) >= classes:
         two = "; for two classes give two logits, torch.cat([-x, x], -1) / 2 for such an output x" if classes == 1 else ""
         raise TaskError(
             f"the task's evaluate(model, batch) returned logits {tuple(logits.shape)}, whose last dimension is the classes, and "
-            f"targets up to {largest}; expected targets below the size of the last dimension of the logits{two}"
+            f"targets up to {largest}; expected targets below the size of the last dimension of the logits, or below 0 if they are to be "
+            f"left out{two}"
         )
     loss, confidence, predicted, targets = _per_target(logits.detach(), targets)
     places = (targets >= 0).nonzero()[:, 0]
