@@ -204,10 +204,10 @@ def sums_of(given: Any, indices: list[int]) -> Sums:
 
 
 def _classified(logits: Any, targets: Any, indices: list[int]) -> Sums:
-    if isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() == targets.dim() + 1 >= 3:
-        if logits.shape[:-1] != targets.shape == logits.shape[:1] + logits.shape[2:]:
-            logits = logits.movedim(1, -1)
-    fits = isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() > 1 and logits.shape[:-1] == targets.shape
+    tensors = isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.dim() > 1
+    if tensors and logits.shape[:-1] != targets.shape == logits.shape[:1] + logits.shape[2:]:
+        logits = logits.movedim(1, -1)
+    fits = tensors and logits.shape[:-1] == targets.shape
     if not fits or targets.is_floating_point() or logits.shape[0] != len(indices):
         shapes = ", ".join(f"{type(each).__name__}{tuple(getattr(each, 'shape', ()))}" for each in (logits, targets))
         raise TaskError(
