@@ -65,6 +65,12 @@ LIBRARY = {
 }
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "sleep": (report(1, at("time.sleep(100)"), last=411), {}, "rank 1 sleeps in train(), train.py:88", ""),
+    "file lock": (
+        report(1, at("time.sleep(1); fcntl.flock(file, fcntl.LOCK_EX)"), last=411),
+        {},
+        "rank 1 waits for the lock of a file in train(), train.py:88",
+        "",
+    ),
     "validate, idle": (
         report(1, at("time.sleep(100)", name="validate"), last=411, quiet=13.0),
         {"quiet": 13.0},

@@ -405,6 +405,8 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
         act.words = f"works{inside}"
     elif not user and main and any("_shutdown" in name or "_exit_function" in name for name in names):
         act.words, act.certain = "has left its script, and waits for a thread or a process of its own", True
+    elif re.search(r"\b(flock|lockf)\(", text):
+        act.words = f"waits for the lock of a file{inside}"
     elif "sleep(" in text:
         act.words = f"sleeps{inside}"
     elif any(file.endswith("/subprocess.py") for file in files[:4]):
