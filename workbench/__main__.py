@@ -365,7 +365,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     option("prove-resume", "--timeout", type=float, default=600, metavar="S", help="seconds that each of the trainings may take (600)")
     option("export", "folder", help="the folder to write into; new records of the run are added")
     option("report", "--would-fit", action="store_true", help="if the run ran out of memory: predict which changes would have made it fit")
-    option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
+    option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first; repeated launches in any order")
     option("compare", "--differences", action="store_true", help="list the differences in spec, environment, git, code, data and outcome")
     option("check", "run_dir", help="the directory of the run")
     limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'

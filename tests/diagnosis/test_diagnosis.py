@@ -535,8 +535,8 @@ def test_a_proof_of_another_remedy_than_the_first_says_so(
     fused = remedy(name="optimizer=fused", change={"optimizer": "fused"}, speedup=speedup, low=1.02, high=1.5, scope=scope)
     found = dataclasses.replace(slow_loader(spec=SPEC), remedies=(mine, fused))
     says = "faster collate_fn is a change that you have to make yourself. To prove it, launch the training before and after the change, "
-    says += "several times by turns, and compare the runs: `workbench compare A B`, or wb.compare(a, b). On a busy machine two single "
-    says += "launches differ by more than many changes gain."
+    says += "several times by turns, and compare all of the runs at once: `workbench compare A1 B1 A2 B2`, or wb.compare(a1, b1, a2, b2). "
+    says += "It takes the launches of each together. On a busy machine two single launches differ by more than many changes gain."
     none = (
         f"No remedy for the verdict (input-bound, dataset code) can be tried here: {says} Tried instead: optimizer=fused, which does not "
     )

@@ -21,6 +21,7 @@ from workbench.diagnosis.analysis.owner_search import (
     Changes,
     Decision,
     Rerun,
+    change_of_launches,
     decide,
     effects,
     one_owner,
@@ -346,3 +347,12 @@ def test_a_range_without_a_change_has_no_first_bad_commit() -> None:
     assert search(Trainings(lambda changes: 0.1), decide_commit)[1].kind == "nothing"
     broken = search(Trainings(lambda changes: math.nan if changes == ("2",) else 0.1), decide_commit)[1]
     assert (broken.kind, broken.why) == ("cannot run", "the bad commit does not run: ValueError: boom")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 3), (5, 4)])
+def test_the_interval_of_launches_holds_in_nine_of_ten_cases(before: int, after: int) -> None:
+    chance, right, cases = random.Random(3), 0, 2000
+    for _ in range(cases):
+        values = [[level * chance.lognormvariate(0, 0.1) for _ in range(count)] for level, count in ((1.0, before), (1.5, after))]
+        right += math.log(1.5) in change_of_launches(values)
+    assert 0.88 < right / cases < 0.92

@@ -1,5 +1,6 @@
 """Is a training repeatable? And in what do two runs differ: versions, git, code, data, outcome."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -251,6 +252,78 @@ def test_a_package_that_one_run_did_not_import_is_no_difference_of_versions(by_h
     changed = wb.what_changed(first, second, rerun=False)
     assert {each.name for each in changed.differences if each.section == "versions"} == {"rich", "cudnn"}
     assert "mpmath" not in str(changed)
+
+
+def launched(by_hand: Any, code: str, seconds: float, loss: float | None = None, **info: Any) -> Run:
+    """A run of a program with this digest of its code, whose steps take this long."""
+    made = by_hand(**info).steps(20, data_wait=0.0, forward=seconds / 2, backward=seconds / 2, optimizer=0.0, other=0.0)
+    run_directory.write_json(made.path / run_directory.ENVIRONMENT, {"code": {"train.py": code}})
+    if loss is not None:
+        with contextlib.closing(run_directory.LineWriter(made.path / run_directory.METRICS)) as writer:
+            writer.write([{"step": 20, "steps": 20, "loss": loss, "lr": 0.1, "samples": 1, "seconds": 1.0}])
+    return Run.load(made.ended("finished").path)
+
+
+def test_launches_by_turns_are_compared_before_against_after(by_hand: Any) -> None:
+    """Each of four runs was compared with the first, and what the change is worth had to be computed by hand."""
+    runs = [
+        launched(by_hand, code, seconds, loss)
+        for code, seconds, loss in (("a", 0.4, 2.0), ("b", 0.21, 1.0), ("a", 0.44, 2.2), ("b", 0.2, 1.1))
+    ]
+    found = wb.compare(*runs)
+    assert found.groups == ((runs[0], runs[2]), (runs[1], runs[3]))
+    assert found.labels == ["by-hand (1, 3)", "by-hand (2, 4)"]
+    span = found.ranges[1]
+    assert span is not None
+    assert found.speedup == pytest.approx(((0.4 * 0.44) / (0.21 * 0.2)) ** 0.5)
+    assert span.low < found.speedup < span.high
+    assert span.low == pytest.approx(found.speedup**2 / span.high)
+    assert found.within_noise == [None, False]
+    assert found.seconds() == pytest.approx([0.42, 0.205])
+    rows = [dict(zip(found.table.columns, row, strict=True)) for row in found.table.rows]
+    assert rows[1]["speedup"] == "2.05×"
+    assert [row["last loss"] for row in rows] == ["2.1 (2 … 2.2)", "1.05 (1 … 1.1)"]
+    assert rows[0]["throughput"] == "19.1 samples/s (18.2 … 20.0)"
+    assert "launches that differ in nothing that was recorded share a row" in str(found)
+    assert [fact["runs"] for fact in found.facts()] == [[str(run.path) for run in group] for group in found.groups]
+    assert list(found.to_frame()["speedup"]) == pytest.approx([1.0, found.speedup])
+    assert len(found.differences.columns) == 6  # all runs
+
+
+def test_the_range_of_repeated_launches_comes_from_how_the_launches_differ(by_hand: Any) -> None:
+    """Steps of one launch may vary little, and another launch be 20 % slower."""
+    before, after = [0.40, 0.48, 0.41], [0.37, 0.45, 0.39]
+    found = wb.compare(
+        *[launched(by_hand, code, each) for pair in zip(before, after, strict=True) for code, each in zip("ab", pair, strict=True)]
+    )
+    assert found.within_noise == [None, True]
+    assert "within noise" in found.table.rows[1][6]
+    one_after = wb.compare(*(launched(by_hand, "a", each) for each in before), launched(by_hand, "b", 0.1))
+    assert one_after.within_noise == [None, False]
+    assert one_after.labels == ["by-hand (1, 2, 3)", "by-hand (4)"]
+
+
+def test_what_counts_as_a_repeat(by_hand: Any) -> None:
+    first = launched(by_hand, "a", 0.4)
+
+    def groups(*others: Run) -> list[int]:
+        return [len(group) for group in wb.compare(first, *others).groups]
+
+    same, other = launched(by_hand, "a", 0.4, machine={"boot": "later"}), launched(by_hand, "b", 0.4)
+    assert groups(other, same) == [2, 1]
+    assert groups(other, launched(by_hand, "a", 0.4, host="elsewhere")) == [1, 1, 1]
+    assert groups(other, first) == [1, 1, 1], "a run does not repeat itself"
+    alike = wb.compare(first, same, launched(by_hand, "a", 0.4))
+    assert [len(group) for group in alike.groups] == [1, 1, 1], "with nothing to compare them with, each is a row"
+    (note,) = alike.notes
+    assert note.startswith("nothing that was recorded differs between these runs, so none counts as a repeat of another")
+    third = launched(by_hand, "c", 0.4)
+    (note,) = wb.compare(first, other, third).notes
+    assert note.startswith("no two of these runs are alike in all that was recorded")
+    assert wb.compare(first, other).notes == []
+    by_list = wb.compare([first, other], [third, same])
+    assert by_list.groups == ((first, other), (third, same))
+    assert by_list.labels == ["by-hand (1, 2)", "by-hand (3, 4)"]
 
 
 def test_the_state_of_a_folder_in_git(tmp_path: Path) -> None:

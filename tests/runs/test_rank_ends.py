@@ -125,8 +125,11 @@ def test_panel_report_and_comparison_read_no_file_whole_but_those_at_the_extreme
     assert "3 of 1,024 ranks: the first, and those with the extreme values" in bars
     assert faces.static(run, now).count("<tr>") == 4
     other = wb.Run.load(made.path)
-    assert wb.compare(run, other).speedup == 1.0
+    compared = wb.compare(run, other)
+    assert compared.seconds() == pytest.approx([run.rank_means[0].mean()] * 2, rel=0.05)
     assert whole(reads) == []
+    assert compared.speedup == 1.0
+    assert whole(reads) == [f"rank{SLOW}.jsonl"]
     assert run_text(run).count("measured on rank") == 3
     assert whole(reads) == ["rank0.jsonl", f"rank{FULL}.jsonl", f"rank{SLOW}.jsonl"]
 

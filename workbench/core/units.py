@@ -9,7 +9,7 @@ _COUNT = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MISSING = "–"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits without an exponent: 0.123, 1.23, 12.3, 123, 1,234."""
     size = abs(value)
     places = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 or size == 0 else 3
@@ -32,7 +32,7 @@ def seconds(value: float | None) -> str:
     if abs(value) >= 59.95:
         return f"{round(value) // 60} min {round(value) % 60:02d} s"
     scale, unit = next(((s, u) for s, u in _TIME if abs(value) >= 0.9995 * s), _TIME[-1])
-    return f"{_digits(value / scale)} {unit}"
+    return f"{digits(value / scale)} {unit}"
 
 
 def bytes_(value: float | None) -> str:
@@ -45,7 +45,7 @@ def bytes_(value: float | None) -> str:
         return MISSING
     for scale, unit in _BYTES:
         if abs(value) >= 0.9995 * scale:
-            return f"{_digits(value / scale)} {unit}"
+            return f"{digits(value / scale)} {unit}"
     return f"{value:,.0f} B"
 
 
@@ -64,8 +64,8 @@ def count(value: float | None, unit: str = "") -> str:
         return MISSING
     for scale, prefix in _COUNT:
         if abs(value) >= max(0.9995 * scale, 10_000 if scale == 1e3 else 0):
-            return f"{_digits(value / scale)} {prefix}{unit}"
-    text = f"{value:,.0f}" if float(value).is_integer() else _digits(value)
+            return f"{digits(value / scale)} {prefix}{unit}"
+    text = f"{value:,.0f}" if float(value).is_integer() else digits(value)
     return f"{text} {unit}".rstrip()
 
 
@@ -77,7 +77,7 @@ def rate(value: float | None, what: str = "samples") -> str:
     """
     if value is None or math.isnan(value):
         return MISSING
-    return f"{_digits(value)} {what}/s"
+    return f"{digits(value)} {what}/s"
 
 
 def percent(fraction: float | None) -> str:
@@ -98,7 +98,7 @@ def times(ratio: float | None) -> str:
     >>> times(1.592)
     '1.59×'
     """
-    return MISSING if ratio is None or math.isnan(ratio) else f"{_digits(ratio)}×"
+    return MISSING if ratio is None or math.isnan(ratio) else f"{digits(ratio)}×"
 
 
 def several(number: int, what: str) -> str:

@@ -16,7 +16,7 @@ from workbench.core import units
 from workbench.core.progress import BudgetError
 from workbench.core.statistics import Interval, student_t
 from workbench.core.variables import kept_variables, named_variables
-from workbench.diagnosis.analysis.owner_search import recorded_change
+from workbench.diagnosis.analysis.owner_search import change_of_launches, recorded_change
 from workbench.runs.budgets import QUANTITIES
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment, worktrees
@@ -396,17 +396,24 @@ def within_noise(change: Interval, least: float = LEAST) -> bool:
     return 0 in change or abs(change.mid) < least
 
 
-def change_in_time(runs: Sequence[Run]) -> tuple[Interval, bool, str] | None:
-    """How many times as fast the second of two recorded runs was as the first, as `what_changed` sees it.
+def change_in_time(groups: Sequence[Sequence[Run]]) -> tuple[Interval, bool, str] | None:
+    """How many times as fast the launches of a second program were as those of a first, as `what_changed` sees it.
 
     Returns:
-        The ratio with the interval that the variation of their blocks allows, whether it is within their noise, and of which statistic of
-        their steps it is; None = one of them has too few steps for four blocks.
+        The ratio with its interval, whether it is within noise, and of which statistic of the steps it is. The interval is the one that the
+        variation from launch to launch allows; if each program has one, that of their blocks. None = too few steps for four blocks.
     """
-    what = measured(runs, "time")
-    if min(len(what.blocks(run)) for run in runs) < FEW_BLOCKS:
+    pairs = [tuple(group[number % len(group)] for group in groups) for number in range(max(map(len, groups)))]
+    chosen = [measured(pair, "time") for pair in pairs]
+    quick = 2 * sum(what.part == QUICK for what in chosen) > len(chosen)
+    per = "sample" if any(what.per == "sample" for what in chosen) else "step"
+    what = dataclasses.replace(chosen[0], part=QUICK if quick else None, per=per)
+    if sum(map(len, groups)) > 2:
+        change = change_of_launches([[what.value(run) for run in group] for group in groups])
+    elif min(len(what.blocks(run)) for run in pairs[0]) < FEW_BLOCKS:
         return None
-    change = what.change(runs)
+    else:
+        change = what.change(pairs[0])
     return change.of(lambda log: math.exp(-log)), within_noise(change), f"{what.statistic} per {what.per}"
 
 

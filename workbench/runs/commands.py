@@ -122,8 +122,9 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "compare": (
         "compare runs side by side; the first is the baseline",
-        "Shows the knobs that differ, step time, throughput and speedup.",
-        "workbench compare runs/before runs/after",
+        "Shows the knobs that differ, step time, throughput and speedup. Launches that differ in nothing that was recorded are taken "
+        "together: give those before and after a change at once.",
+        "workbench compare runs/before runs/after runs/before2 runs/after2",
     ),
     "what-changed": (
         "find out by short trainings why one run is slower, larger or worse than another",

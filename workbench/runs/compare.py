@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,91 +21,136 @@ from workbench.runs.spec import ScriptSpec
 
 @dataclass(frozen=True, slots=True)
 class Comparison(display.Shown):
-    """A comparison of runs. The first is the baseline."""
+    """A comparison of runs, in groups of launches of one program. The group of the first run is the baseline."""
 
     runs: tuple[Run, ...]
-    """The runs; the first is the baseline."""
+    """The runs, in the order in which they were given."""
+    places: tuple[tuple[int, ...], ...]
+    """Of each group the places of its runs in `runs`, counted from 0; where no run repeats another, each is a group."""
+
+    @property
+    def groups(self) -> tuple[tuple[Run, ...], ...]:
+        """The runs of each group; the first is the baseline. All figures below are one for each group."""
+        return tuple(tuple(self.runs[place] for place in places) for places in self.places)
+
+    @property
+    def repeated(self) -> bool:
+        """Has a group several runs?"""
+        return len(self.places) < len(self.runs)
 
     @property
     def labels(self) -> list[str]:
-        """The knobs in which each run differs, or its name if there are none."""
-        specs = [run.spec.to_json() for run in self.runs]
+        """The knobs in which each group differs, or a run's name if there are none; where runs were repeated, with their numbers."""
+        firsts = [group[0] for group in self.groups]
+        specs = [run.spec.to_json() for run in firsts]
+        numbers = [f" ({', '.join(str(place + 1) for place in places)})" for places in self.places]
         names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
         if not names or "kind" in names:  # equal specs, or a task beside a script
-            return [f"{run.name} ({i})" for i, run in enumerate(self.runs, 1)]
-        return [", ".join(f"{name}={word(spec[name], name)}" for name in names) for spec in specs]
+            return [f"{run.name}{number}" for run, number in zip(firsts, numbers, strict=True)]
+        knobs = [", ".join(f"{name}={word(spec[name], name)}" for name in names) for spec in specs]
+        return [f"{text}{number * self.repeated}" for text, number in zip(knobs, numbers, strict=True)]
 
     def seconds(self, phase: str | None = None) -> list[float]:
-        """Mean seconds of a phase (None: of the step) of each run, over its ranks; the phases add up to the step."""
-        means = [[rank.mean(phase) for rank in run.rank_means if rank.count] for run in self.runs]
-        return [sum(values) / len(values) if values else math.nan for values in means]
+        """Mean seconds of a phase (None: of the step) of each group, over its runs and their ranks; the phases add up to the step."""
+        means = [[_mean([rank.mean(phase) for rank in run.rank_means if rank.count]) for run in group] for group in self.groups]
+        return [_mean(values) for values in means]
 
     def _sums(self, phases: Sequence[str]) -> list[float]:
         return [sum(values) for values in zip(*map(self.seconds, phases), strict=True)]
 
     @property
+    def rates(self) -> list[float]:
+        """Samples per second of each group: the mean over its runs."""
+        return [_mean([run.samples_per_sec for run in group]) for group in self.groups]
+
+    @property
     def speedups(self) -> list[float]:
-        """Throughput of each run over that of the baseline."""
-        base = self.runs[0].samples_per_sec
-        return [run.samples_per_sec / base for run in self.runs]
+        """How many times as fast each group was as the baseline, by the statistic of `ranges`; without a range, the ratio of the rates."""
+        return self._speedups(self._changes)
+
+    def _speedups(self, changes: Sequence[tuple[Interval, bool, str] | None]) -> list[float]:
+        rates = self.rates
+        return [1.0, *(change[0].mid if change else rate / rates[0] for change, rate in zip(changes[1:], rates[1:], strict=True))]
 
     @property
     def _changes(self) -> list[tuple[Interval, bool, str] | None]:
-        """Of each run, its `change_in_time` against the baseline."""
-        return [None, *(late.load("change_in_time")((self.runs[0], run)) for run in self.runs[1:])]
+        """Of each group, its `change_in_time` against the baseline."""
+        first, *others = self.groups
+        return [None, *(late.load("change_in_time")((first, group)) for group in others)]
 
     @property
     def ranges(self) -> list[Interval | None]:
-        """How many times as fast each run was as the baseline, with the interval that the variation of their own steps allows; None = the
-        baseline itself, or too few steps.
+        """The interval of each speedup; None = the baseline itself, or too few steps.
 
-        As in `wb.what_changed`, it is of the mean of the steps, or of their 25 % quantile where that shows as much, since other processes
-        disturb it least. So it may not include the speedup, which is of the mean.
+        Of two single runs it is the interval that the variation of their own steps allows. If a group has several, it is the one of 90 %
+        that the variation from launch to launch allows (Student's t of the logarithms). As in `wb.what_changed`, it is of the mean of the
+        steps of the slowest rank, or of their 25 % quantile where that shows as much, since other processes disturb it least.
         """
         return [change and change[0] for change in self._changes]
 
     @property
     def within_noise(self) -> list[bool | None]:
-        """Whether each run differs from the baseline by no more than their own steps vary, or by less than 1 %; None as in `ranges`."""
+        """Whether each group differs from the baseline by no more than `ranges` allows for chance, or by less than 1 %; None as there."""
         return [change and change[1] for change in self._changes]
 
     @property
     def speedup(self) -> float:
-        """Throughput of the last run over that of the baseline."""
+        """The last of the `speedups`."""
         return self.speedups[-1]
 
     @property
     def table(self) -> display.Table:
-        """One row per run."""
+        """One row per group."""
         changes = self._changes
-        ranges = [units.MISSING, *map(_range_as_text, changes[1:], self.speedups[1:])]
+        ranges = [units.MISSING, *map(_range_as_text, changes[1:])]
         waits, computing = (self._sums(phases) for phases in (("data_wait",), ("forward", "backward", "optimizer")))
+        rates = [
+            f"{units.rate(rate)}{_ends([run.samples_per_sec for run in group])}"
+            for rate, group in zip(self.rates, self.groups, strict=True)
+        ]
         rows = [
-            [label, *map(units.seconds, (step, wait, computes)), units.rate(run.samples_per_sec), units.times(up), left_open, loss]
-            for label, step, wait, computes, run, up, left_open, loss in zip(
-                self.labels, self.seconds(), waits, computing, self.runs, self.speedups, ranges, map(_loss_as_text, self.runs), strict=True
+            [label, *map(units.seconds, (step, wait, computes)), rate, units.times(up), left_open, loss]
+            for label, step, wait, computes, rate, up, left_open, loss in zip(
+                self.labels,
+                self.seconds(),
+                waits,
+                computing,
+                rates,
+                self._speedups(changes),
+                ranges,
+                map(_loss_as_text, self.groups),
+                strict=True,
             )
         ]
-        note = (
-            "measured, one run after the other: a busy machine moves all columns of time; repeat before believing a small difference; a "
-            "step is the mean after the warm-up, of which forward, backward and optimizer compute, and the speedup is its throughput over "
-            "that of the first run"
-        )
+        lines = [
+            "measured, one run after the other: a busy machine moves all columns of time; repeat before believing a small difference",
+            "a step is the mean after the warm-up, of which forward, backward and optimizer compute",
+        ]
+        if self.repeated:
+            lines.append(
+                "launches that differ in nothing that was recorded share a row, as do those of a list: it has their means, and in "
+                "parentheses the lowest and the highest"
+            )
         if statistics := dict.fromkeys(change[2] for change in changes if change):
-            note += (
-                "; the range is the interval of the speedup that the variation of the runs' own steps allows, by the "
-                f"{' or the '.join(statistics)}, as in workbench what-changed; two launches of one program may differ by more"
+            less = ", which other programs disturb less than the mean" * any("quantile" in statistic for statistic in statistics)
+            lines.append(f"speedup and range are by the {' or the '.join(statistics)}{less}, as in workbench what-changed")
+            steps = "what the variation of the runs' own steps allows"
+            lines.append(
+                f"the range is the 90 % interval that the variation from launch to launch allows; between two single launches, {steps}"
+                if self.repeated
+                else f"the range is {steps}; two launches of one program may differ by more: launch each several times by turns, and "
+                "compare all of them at once"
             )
         return display.Table(
             columns=("run", "step", "waits for data", "computes", "throughput", "speedup", "range", "last loss"),
             rows=rows,
             title="Before and after",
-            note="\n".join((note, *self.notes)),
+            note=display.notes((*lines, *self.notes)),
         )
 
     @property
     def differences(self) -> display.Table:
-        """All recorded differences in spec, environment, versions, git, code, data and outcome."""
+        """All recorded differences in spec, environment, versions, git, code, data and outcome, with a column for each run."""
         rows = [[section, name, *(text(value) for value in values)] for section, name, values in differences(self.runs)]
         places = [f"{run.name} ({number})" for number, run in enumerate(self.runs, 1)]
         note = f"the first difference: {rows[0][0]}, {rows[0][1]}" if rows else "nothing that was recorded differs"
@@ -113,20 +158,29 @@ class Comparison(display.Shown):
 
     @property
     def notes(self) -> list[str]:
-        """What makes the comparison doubtful: busy machines, runs that did not finish, and runs of different programs."""
+        """What makes the comparison doubtful: busy machines, runs that did not finish, runs of different programs, no repeat among many."""
         notes: list[str] = []
-        for label, run in zip(self.labels, self.runs, strict=True):
+        names = [f"run {number}" for number, _ in enumerate(self.runs, 1)] if self.repeated else self.labels
+        for name, run in zip(names, self.runs, strict=True):
             if busy := busy_note(run.path):
-                notes.append(f"{label}: {busy}")
+                notes.append(f"{name}: {busy}")
             if not run.ok:
                 done, steps = run.progress
-                notes.append(f"{label}: {run.state} after {done}{f' of {steps}' if steps else ''} steps; the steps it took are compared")
+                notes.append(f"{name}: {run.state} after {done}{f' of {steps}' if steps else ''} steps; the steps it took are compared")
         if len({type(run.spec) for run in self.runs}) > 1:
             notes.append("a task beside a script: where they do not train the same, a speedup says nothing")
+        if len(self.runs) > 2 and not self.repeated and any(run.spec == self.runs[0].spec for run in self.runs[1:]):
+            alike = len(_groups_of(self.runs)) == 1
+            said = (
+                "nothing that was recorded differs between these runs"
+                if alike
+                else "no two of these runs are alike in all that was recorded"
+            )
+            notes.append(f"{said}, so none counts as a repeat of another: name repeats with wb.compare([before, before2], [after, after2])")
         return notes
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per run: seconds per phase, samples per second, speedup, the ends of its range, whether it is noise."""
+        """A DataFrame with one row per group: seconds per phase, samples per second, speedup, ends of its range, whether it is noise."""
         columns, facts = {phase: self.seconds(phase) for phase in PHASES}, self.facts()
         taken = ("samples_per_sec", "speedup", "low", "high", "within_noise")
         return display.frame(
@@ -137,15 +191,17 @@ class Comparison(display.Shown):
         )
 
     def facts(self) -> list[dict[str, Any]]:
-        """One row per run as plain JSON values: its directory, how it differs, and the figures of the table; None = not known."""
+        """One row per group as plain JSON values: its directories, how it differs, and the figures of the table; None = not known."""
         changes = self._changes  # reads the timelines of all runs
         ranges = [[change[0].low, change[0].high] if change else [None, None] for change in changes]
         within_noise = [change and change[1] for change in changes]
-        names = ("run", "differs", "step", "samples_per_sec", "speedup", "low", "high", "within_noise")
-        columns = (self.labels, self.seconds(), self.speedups, ranges, within_noise)
+        names = ("run", "runs", "differs", "step", "samples_per_sec", "speedup", "low", "high", "within_noise")
+        columns = (self.labels, self.seconds(), self.rates, self._speedups(changes), ranges, within_noise)
         return [
-            dict(zip(names, (str(run.path), label, step, run.samples_per_sec, up, *ends, noise), strict=True))
-            for run, label, step, up, ends, noise in zip(self.runs, *columns, strict=True)
+            dict(zip(names, (paths[0], paths, label, step, rate, up, *ends, noise), strict=True))
+            for paths, label, step, rate, up, ends, noise in zip(
+                [[str(run.path) for run in group] for group in self.groups], *columns, strict=True
+            )
         ]
 
     plot = display.plot_method("compare")
@@ -154,17 +210,25 @@ class Comparison(display.Shown):
         return f"Comparison({', '.join(self.labels)})"
 
 
-def _loss_as_text(run: Run) -> str:
-    loss = last_loss(run.metric_rows)
-    return units.MISSING if loss is None else f"{loss:.4g}"
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
-def _range_as_text(change: tuple[Interval, bool, str] | None, speedup: float) -> str:
+def _ends(values: Sequence[float], show: Callable[[float], str] = units.digits) -> str:
+    """The lowest and the highest of several values, in parentheses; nothing for one."""
+    return f" ({show(min(values))} … {show(max(values))})" if len(values) > 1 else ""
+
+
+def _loss_as_text(group: Sequence[Run]) -> str:
+    losses = [loss for run in group if (loss := last_loss(run.metric_rows)) is not None]
+    return f"{_mean(losses):.4g}{_ends(losses, '{:.4g}'.format)}" if losses else units.MISSING
+
+
+def _range_as_text(change: tuple[Interval, bool, str] | None) -> str:
     if change is None:
         return "too few steps to tell"
-    span, noise, statistic = change
-    of = "" if speedup in span else f" by the {statistic}"  # the speedup beside it is of the mean
-    return f"{units.times(span.low)} … {units.times(span.high)}{of}{', within noise' * noise}"
+    span, noise, _ = change
+    return f"{units.times(span.low)} … {units.times(span.high)}{', within noise' * noise}"
 
 
 def last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -189,24 +253,56 @@ def without_steps(run: Run) -> str:
 
 
 @accept_synonyms
-def compare(*runs: Run | str | os.PathLike[str]) -> Comparison:
+def compare(*runs: Run | str | os.PathLike[str] | Sequence[Run | str | os.PathLike[str]]) -> Comparison:
     """Compare runs, or run directories, side by side; the first is the baseline.
 
+    Launches of the same program count as one: `compare(a1, b1, a2, b2)` compares both launches of a with both of b, with one speedup and
+    one range. They are runs that differ in nothing that was recorded (spec, variables, versions, commit, code, data, machine), or those of
+    a list: `compare([a1, a2], [b1, b2])`.
+
     Raises:
-        ValueError: fewer than two runs, or a run without a measured step.
+        ValueError: fewer than two runs or lists, or a run without a measured step.
     """
-    for given in runs:
-        if not isinstance(given, Run | str | os.PathLike):
-            raise ValueError(f"compare() got a {type(given).__name__}: expected runs, compare(before, after) or compare(*runs)")
-    if len(runs) < 2:
+    lists: list[list[Any]] = [list(given) if isinstance(given, list | tuple) else [given] for given in runs]
+    for each in (each for some in lists for each in some):
+        if not isinstance(each, Run | str | os.PathLike):
+            raise ValueError(f"compare() got a {type(each).__name__}: expected runs, compare(before, after) or compare(*runs)")
+    if len(runs) < 2 or not all(lists):
+        what = units.several(len(runs), "run") if all(len(some) == 1 for some in lists) else "a list alone, or an empty one"
         raise ValueError(
-            f"compare() got {units.several(len(runs), 'run')}: expected two or more, the baseline first, compare(before, after)"
+            f"compare() got {what}: expected two or more, the baseline first, compare(before, after) or compare(*runs); a list holds "
+            "launches of one program, compare([before, before2], [after, after2])"
         )
-    loaded = tuple(given if isinstance(given, Run) else Run.load(given) for given in runs)
+    loaded = tuple(given if isinstance(given, Run) else Run.load(given) for some in lists for given in some)
     for run in loaded:
         if not any(rank.count for rank in run.rank_means):
             raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or without_steps(run)}")
-    return Comparison(loaded)
+    if len(lists) < len(loaded):
+        places = iter(range(len(loaded)))
+        return Comparison(loaded, tuple(tuple(next(places) for _ in some) for some in lists))
+    groups = _groups_of(loaded) if len(loaded) > 2 else []
+    return Comparison(loaded, tuple(map(tuple, groups)) if len(groups) > 1 else tuple((place,) for place in range(len(loaded))))
+
+
+def _groups_of(runs: Sequence[Run]) -> list[list[int]]:
+    """The places of runs that repeat each other, in their order: launches that differ in nothing that was recorded but the outcome."""
+    groups: list[list[int]] = []
+    for place, run in enumerate(runs):
+        repeats = (group for group in groups if all(run.path != runs[one].path for one in group) and _is_repeat(runs[group[0]], run))
+        group = next(repeats, None)
+        if group is None:
+            groups.append([place])
+        else:
+            group.append(place)
+    return groups
+
+
+def _is_repeat(one: Run, other: Run) -> bool:
+    """Two launches of one program: a restart of the machine, another branch at the same commit and late imports do not count."""
+    if one.spec != other.spec:
+        return False
+    found = {(section, name) for section, name, _ in differences((one, other)) if section not in ("outcome", "imports")}
+    return not found - {("environment", "boot"), ("git", "branch")}
 
 
 SECTIONS = ("spec", "variables", "environment", "versions", "git", "code", "data", "outcome")

@@ -55,7 +55,9 @@ def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = Non
 
 
 def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
-    """The mean steps of several runs; the text at the end of a bar is the run's throughput, and its speedup over the first run.
+    """The mean steps of several runs; the text at the end of a bar is the throughput, and the speedup over the first run.
+
+    Launches of one program are one bar, of their mean.
 
     Raises:
         ValueError: fewer than two runs, or a run without a measured step.
@@ -67,7 +69,7 @@ def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
         for up, noise in zip(comparison.speedups, comparison.within_noise, strict=True)
     ]
     ups[0] = "baseline"
-    ends = [f"{up}  ·  {units.rate(run.samples_per_sec)}" for run, up in zip(comparison.runs, ups, strict=True)]
+    ends = [f"{up}  ·  {units.rate(rate)}" for rate, up in zip(comparison.rates, ups, strict=True)]
     labels = [label.replace(", ", ",\n") for label in comparison.labels]
     bars = [Bar(label=label, pieces=mean, end=end) for label, mean, end in zip(labels, means, ends, strict=True)]
     return bar_chart(ax, bars, "mean step over all ranks, measured", COLORS)

@@ -25,8 +25,9 @@ FIND_NAN = (
     "gradients; wb.replay(run) repeats the step of a run in which it began. Fix that, then diagnose again."
 )
 TO_COMPARE = (
-    "To prove it, launch the training before and after the change, several times by turns, and compare the runs: `workbench compare A B`, "
-    "or wb.compare(a, b). On a busy machine two single launches differ by more than many changes gain."
+    "To prove it, launch the training before and after the change, several times by turns, and compare all of the runs at once: "
+    "`workbench compare A1 B1 A2 B2`, or wb.compare(a1, b1, a2, b2). It takes the launches of each together. On a busy machine two single "
+    "launches differ by more than many changes gain."
 )
 """How a change is proved that only the user can make."""
 MIN_TRAINING = 0.25

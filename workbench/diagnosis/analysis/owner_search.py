@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.core.codec import JsonDataclass
-from workbench.core.statistics import SPREAD_DEGREES, USUAL_SPREAD, Interval, Spread, repeated_interval
+from workbench.core.statistics import SPREAD_DEGREES, USUAL_SPREAD, Interval, Spread, repeated_interval, student_t
 
 Changes = tuple[str, ...]
 """Names of differences, in the order in which they are listed."""
@@ -336,4 +336,20 @@ def recorded_change(values: tuple[float, float], blocks: tuple[Sequence[float], 
     mid = math.log(values[1] / values[0])
     variance = sum(statistics.variance(each) / len(each) for each in logs if len(each) > 1)
     half = 2.0 * math.sqrt(variance)
+    return Interval(low=mid - half, mid=mid, high=mid + half)
+
+
+def change_of_launches(values: Sequence[Sequence[float]]) -> Interval:
+    """The log ratio of two programs' values from several launches of one of them or of both, with its interval of 90 % (Student's t).
+
+    Launches of the two are taken to vary alike. How the steps within a launch vary says little of that, so it is not counted.
+
+    Args:
+        values: what the launches of each program gave; at least three in all.
+    """
+    logs = [[math.log(value) for value in each] for each in values]
+    mid = statistics.fmean(logs[1]) - statistics.fmean(logs[0])
+    degrees = len(logs[0]) + len(logs[1]) - 2
+    variance = sum((value - statistics.fmean(each)) ** 2 for each in logs for value in each) / degrees
+    half = student_t(0.1, degrees) * math.sqrt(variance * sum(1 / len(each) for each in logs))
     return Interval(low=mid - half, mid=mid, high=mid + half)
