@@ -103,6 +103,22 @@ def boxes() -> wb.Task:
     return dataclasses.replace(built(), model=Boxes, loss=lambda model, batch: model(batch[0]), tensor_parallel=None)
 
 
+class Uneven(nn.Module):
+    """Uses its second head on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        used = self.heads[:1] if dist.is_initialized() and dist.get_rank() else self.heads
+        return torch.stack([head(inputs) for head in used]).sum(0)
+
+
+def uneven() -> wb.Task:
+    return dataclasses.replace(built(), model=Uneven, tensor_parallel=None)
+
+
 def deep() -> wb.Task:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
@@ -179,6 +195,14 @@ def test_micro_batches_of_a_model_that_returns_its_loss_differ_by_rounding() -> 
     assert found.verdict == "rounding", found
     assert found.exact is not None
     assert found.exact < 1e-12
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_rank_that_leaves_a_parameter_without_gradient_ends_the_recording_with_its_error(tmp_path: Path) -> None:
+    """The other rank waited in its backward, this one for what the recording joins, and nothing was known after the whole budget."""
+    one = ONE.replace(task=f"{__file__}:uneven")
+    with pytest.raises(wb.RunError, match=r"(?s)Expected to have finished reduction.*find_unused_parameters=True"):
+        wb.diverge(one, one.replace(nproc_per_node=2, micro_batch=4), budget_s=300, runs_dir=tmp_path)
 
 
 @pytest.mark.slow
