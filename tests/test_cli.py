@@ -265,6 +265,20 @@ def test_a_folder_without_runs_is_no_error(
     assert "nowhere.toml does not exist; expected a TOML file with lines such as step =" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("threads", "ranks", "said"), [(64, 1, "threads=64 on 2 cores"), (2, 2, "threads=2 in each of 2 ranks"), (1, 4, ""), (2, 1, "")]
+)
+def test_a_launch_says_that_its_threads_are_more_than_the_cores(
+    by_hand: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, ranks: int, said: str
+) -> None:
+    made = by_hand(spec=RunSpec(task="text-gpt", threads=threads, nproc_per_node=ranks).to_json(), cores=2).steps(20).ended("finished")
+    monkeypatch.setattr("workbench.launch", lambda **options: Run.load(made.path))
+    assert main(["launch", "text-gpt", "--set", f"threads={threads}"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
+
+
 def test_sigterm_ends_a_launch_as_ctrl_c_does_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
 ) -> None:

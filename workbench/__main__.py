@@ -36,7 +36,7 @@ try:
     from workbench.runs.launch.nodes import join
     from workbench.runs.page import run_facts, run_text
     from workbench.runs.profile import STEPS
-    from workbench.runs.rows import busy_note
+    from workbench.runs.rows import busy_note, threads_note
     from workbench.runs.run import Run
     from workbench.runs.spec import ScriptSpec, parse_knob
     from workbench.runs.task import SAMPLES
@@ -52,6 +52,8 @@ def launch(given: argparse.Namespace, script_args: list[str]) -> int:
         print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
     if not sys.stderr.isatty():  # there a progress line says so
         begins(f"running {given.target} in {run.path}" if given.target else f"{given.resume} goes on in {run.path}")
+    if note := threads_note(run.path):
+        print(f"note: {note}", file=sys.stderr, flush=True)
     with terminated_as_interrupted():
         run.wait()
     text = run_text(run)

@@ -277,6 +277,17 @@ def busy_note(run_dir: Path) -> str:
     return f"the machine was busy in the minute before it began (load {load:.1f}, {units.several(int(cores), 'core')}): its times may vary"
 
 
+def threads_note(run_dir: Path) -> str:
+    """A note on a run whose `threads` were set to more than its machine has cores for; "" = they were not."""
+    info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
+    spec, cores = info["spec"], info.get("cores")
+    threads, ranks = spec.get("threads", 1), spec.get("nproc_per_node", 1)
+    if not is_number(cores, least=1, most=1e6) or threads == 1 or threads * ranks <= cores:
+        return ""
+    of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
+    return f"threads={threads}{of_ranks} on {units.several(int(cores), 'core')}: threads that wait for a core make the steps slower"
+
+
 def resume_notes(rows: Sequence[Mapping[str, Any]], run_dir: Path, nnodes: int = 1) -> list[str]:
     """Notes on signals that ended a run, and on what was passed over, or has changed, when it went on.
 
