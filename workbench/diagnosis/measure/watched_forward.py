@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workbench.harness.batches import tensors_of
+from workbench.harness.batches import map_tensors, tensors_of
 
 LOSSES: dict[Any, str] = {
     getattr(F, name): name
@@ -27,6 +27,11 @@ NOISE = {torch.randn, torch.randn_like, torch.normal, Tensor.normal_}
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, torch.bernoulli, torch.rand, torch.rand_like}
 NORMALISE = {F.normalize, F.cosine_similarity}
 """What makes logits that are cosines."""
+SHAPES = (
+    *("Squeeze", "Unsqueeze", "Select", "Slice", "Index", "View", "UnsafeView", "Transpose", "Permute", "T", "Unbind", "Split"),
+    *("Cat", "Clone", "ToCopy", "Clamp"),
+)
+"""Nodes of the autograd graph that keep values or bound them."""
 OUT_OF_RANGE = 0.25
 """How far targets that are probabilities may lie outside 0 … 1: those of masks that were resized by cubic interpolation may a little."""
 RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6}
@@ -50,12 +55,14 @@ class LossCall:
     input: Tensor
     target: Tensor
     options: dict[str, Any]
+    source: str = ""
+    """The operation that has made its input, as its node in the autograd graph is called: Sigmoid, Addmm; "" = not known."""
 
     def mean(self) -> float:
-        """The loss as a mean over its targets, whatever reduction was asked for."""
+        """The loss as a mean over its targets, whatever reduction was asked for, in fp32."""
         function: Any = getattr(F, self.name)
         options = {name: value for name, value in self.options.items() if name not in ("reduction", "size_average", "reduce")}
-        return float(function(self.input.float(), self.target, reduction="mean", **options))
+        return float(function(self.input.float(), _in_fp32(self.target), reduction="mean", **map_tensors(_in_fp32, options)))
 
     def outside(self) -> str:
         """From where to where the targets of a binary cross entropy lie, if these are no probabilities; "" = they are, or may be.
@@ -84,6 +91,17 @@ class LossCall:
         elif self.name == "cross_entropy" and self.target.is_floating_point():
             count = len(self.target)
         return count
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _source(tensor: Tensor) -> str:
+    node = tensor.grad_fn
+    while node is not None and (name := type(node).__name__.split("Backward")[0]) in SHAPES:
+        node = node.next_functions[0][0]
+    return "" if node is None else name
 
 
 class Watched(TorchFunctionMode):
@@ -175,7 +193,7 @@ class Watched(TorchFunctionMode):
                 given["target"] = target[torch.randperm(len(target), generator=self.shuffle).to(target.device)]
                 self.moved += not torch.equal(given["target"], target)
             options = {name: value for name, value in given.items() if name not in ("input", "target")}
-            self.losses.append(LossCall(LOSSES[func], given["input"].detach(), target, options))
+            self.losses.append(LossCall(LOSSES[func], given["input"].detach(), target, options, _source(given["input"])))
             return func(*bound.args, **bound.kwargs)
         if func in NOISE:
             self.noise.append(f"{'Tensor' if func is Tensor.normal_ else 'torch'}.{func.__name__}")
