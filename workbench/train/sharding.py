@@ -230,6 +230,16 @@ def accumulating(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
+def check_reduced(model: nn.Module) -> None:
+    """Raise DDP's error after a backward in which a parameter got no gradient on this rank.
+
+    DDP itself raises it in the next forward. Where ranks exchange something before that, this one would wait for those that wait for its
+    gradient.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def calling(model: nn.Module) -> Iterator[None]:
     """Context of a loss that calls a model: DDP prepares the reduction of a backward only in its own forward.

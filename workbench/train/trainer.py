@@ -265,9 +265,9 @@ class Trainer:
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """One whole optimizer step of `spec.accumulation` micro-batches; its loss."""
-        loss = torch.zeros((), device=self.ranks.device)
-        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            loss = loss + self.micro_step(batch, last=not left)
+        parts = (self.micro_step(batch, last=not left) for left, batch in zip(reversed(range(len(batches))), batches, strict=True))
+        loss = sum(parts, torch.zeros((), device=self.ranks.device))
+        sharding.check_reduced(self.model)
         self.update()
         return loss
 

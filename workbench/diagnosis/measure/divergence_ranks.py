@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from workbench.diagnosis.measure.divergence import CHANGE, doubled, in_fp64, joined, tensors_in
 from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, modes_of, options_of, sketch, uncompiled
@@ -27,6 +26,7 @@ from workbench.runs.task import Task
 from workbench.train.random_numbers import seed_all
 from workbench.train.ranks import Ranks
 from workbench.train.sharded_tensors import dtensor_spec, from_local_part, full_tensor, is_dtensor
+from workbench.train.sharding import check_reduced
 from workbench.train.step_weights import weight_of
 from workbench.train.trainer import Trainer, build_model
 
@@ -161,8 +161,7 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                     recorder.samples = next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 0)
                     with recorder.on():
                         total = total + trainer.micro_step(batch, last=not left)
-                    if isinstance(trainer.model, DistributedDataParallel):  # its error comes in the next forward, which no rank would reach
-                        trainer.model._check_reducer_finalized()
+                    check_reduced(trainer.model)
                     recorder.outputs()
                 counts = [weight_of(task, batch, ranks.device) if task.weight else torch.ones((), device=ranks.device) for batch in taken]
                 recorder.value("forward", "the loss", recorder.mean(total, sum(counts[1:], counts[0])))
