@@ -254,9 +254,9 @@ def test_a_package_that_one_run_did_not_import_is_no_difference_of_versions(by_h
     assert "mpmath" not in str(changed)
 
 
-def launched(by_hand: Any, code: str, seconds: float, loss: float | None = None, **info: Any) -> Run:
+def launched(by_hand: Any, code: str, seconds: float, loss: float | None = None, samples: int = 8, **info: Any) -> Run:
     """A run of a program with this digest of its code, whose steps take this long."""
-    made = by_hand(**info).steps(20, data_wait=0.0, forward=seconds / 2, backward=seconds / 2, optimizer=0.0, other=0.0)
+    made = by_hand(**info).steps(20, data_wait=0.0, forward=seconds / 2, backward=seconds / 2, optimizer=0.0, other=0.0, samples=samples)
     run_directory.write_json(made.path / run_directory.ENVIRONMENT, {"code": {"train.py": code}})
     if loss is not None:
         with contextlib.closing(run_directory.LineWriter(made.path / run_directory.METRICS)) as writer:
@@ -301,6 +301,15 @@ def test_the_range_of_repeated_launches_comes_from_how_the_launches_differ(by_ha
     one_after = wb.compare(*(launched(by_hand, "a", each) for each in before), launched(by_hand, "b", 0.1))
     assert one_after.within_noise == [None, False]
     assert one_after.labels == ["by-hand (1, 2, 3)", "by-hand (4)"]
+
+
+def test_launches_whose_steps_have_other_sizes_are_compared_by_sample(by_hand: Any) -> None:
+    small, large = (
+        [launched(by_hand, code, seconds, samples=samples) for seconds in (0.1, 0.11)] for code, samples in (("a", 8), ("b", 32))
+    )
+    assert wb.compare(small, large).speedup == pytest.approx(4)
+    unknown = launched(by_hand, "b", 0.1, samples=0)
+    assert wb.compare(small, [*large, unknown]).speedup == pytest.approx(1, abs=0.1)
 
 
 def test_what_counts_as_a_repeat(by_hand: Any) -> None:

@@ -406,7 +406,8 @@ def change_in_time(groups: Sequence[Sequence[Run]]) -> tuple[Interval, bool, str
     pairs = [tuple(group[number % len(group)] for group in groups) for number in range(max(map(len, groups)))]
     chosen = [measured(pair, "time") for pair in pairs]
     quick = 2 * sum(what.part == QUICK for what in chosen) > len(chosen)
-    per = "sample" if any(what.per == "sample" for what in chosen) else "step"
+    known = all(samples_per_step(run) for group in groups for run in group)
+    per = "sample" if known and any(what.per == "sample" for what in chosen) else "step"
     what = dataclasses.replace(chosen[0], part=QUICK if quick else None, per=per)
     if sum(map(len, groups)) > 2:
         change = change_of_launches([[what.value(run) for run in group] for group in groups])

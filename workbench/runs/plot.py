@@ -64,12 +64,10 @@ def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
     """
     comparison = result if isinstance(result, Comparison) else compared(*result)
     means = zip(*(comparison.seconds(phase) for phase in PHASES), strict=True)
-    ups = [
-        f"{units.times(up)}{' (within noise)' if noise else ''}"
-        for up, noise in zip(comparison.speedups, comparison.within_noise, strict=True)
-    ]
+    facts = comparison.facts()
+    ups = [f"{units.times(fact['speedup'])}{' (within noise)' if fact['within_noise'] else ''}" for fact in facts]
     ups[0] = "baseline"
-    ends = [f"{up}  ·  {units.rate(rate)}" for rate, up in zip(comparison.rates, ups, strict=True)]
+    ends = [f"{up}  ·  {units.rate(fact['samples_per_sec'])}" for up, fact in zip(ups, facts, strict=True)]
     labels = [label.replace(", ", ",\n") for label in comparison.labels]
     bars = [Bar(label=label, pieces=mean, end=end) for label, mean, end in zip(labels, means, ends, strict=True)]
     return bar_chart(ax, bars, "mean step over all ranks, measured", COLORS)
