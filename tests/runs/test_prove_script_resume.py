@@ -576,6 +576,11 @@ RNG = "first the random numbers (RNG of torch)"
             "first the samples (sampler, position in the data, a save between two micro-batches): different in step 3",
         ),
         ([STEPS[2] | {"samples": "x", "random": "r0", "gradients": "x"}], f"{RNG}: different in step 3, the first after the resume (as at"),
+        (  # augmentation by a generator that is not restored, or another place in the data, where other numbers are drawn
+            [STEPS[2] | {"samples": "x", "random": "y", "gradients": "x"}],
+            f"{RNG}, or the samples (sampler, position in the data, a save between two micro-batches): different in step 3, the first "
+            "after the resume; different there too, perhaps as a consequence: the gradients. Equal there: the weights",
+        ),
         ([STEPS[2] | {"optimizer": "x", "schedule": "y"}], "first the optimizer's state: different in step 3, the first after the resume"),
         (
             [STEPS[2], STEPS[3], STEPS[4] | {"schedule": "l1"}],

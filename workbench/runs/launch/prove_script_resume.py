@@ -469,13 +469,15 @@ def _first_difference(undisturbed: Path, attempts: Sequence[Path]) -> tuple[str,
             anew = [item for item in parted if row.get(item) == expected[0].get(item)]
             parted.sort(key=lambda item: item not in ("random", "others") or item not in anew)  # the order of the samples may be drawn
             if parted:
+                either = parted[0] == "samples" and "samples" not in anew  # drawn numbers may change them; another place draws others
+                causes = [item for item in ("random", "others", "samples") if item in parted] if either else parted[:1]
                 when = f"after {several(passed, 'equal step')} of the resumed script" if passed else "the first after the resume"
                 how = " (as at the start)" * (parted[0] in anew)
-                later = ", ".join(_SHORT[item] for item in parted[1:])
+                later = ", ".join(_SHORT[item] for item in parted if item not in causes)
                 more = f"; different there too, perhaps as a consequence: {later}" * bool(later)
                 others = ", ".join(_SHORT[item] for item in same if item not in parted) or "nothing"
                 where = f"different in step {begin + passed + 1}, {when}{how}{more}. Equal there: {others}"
-                return f", first {ITEMS[parted[0]]}: {where}", equal
+                return f", first {', or '.join(ITEMS[item] for item in causes)}: {where}", equal
             equal += 1
     number = ""
     if resumed and resumed[-1] and len(resumed[-1]) != (left := len(expected) - places.get(resumed[-1][0]["weights"], 0)):
