@@ -224,7 +224,7 @@ def test_doctor_of_a_loader(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosis = Diagnosis.of(World(cpu=0.03, bf16=0.6).evidence())
-    monkeypatch.setattr("workbench.diagnose", lambda target, args, budget_s: diagnosis)
+    monkeypatch.setattr("workbench.diagnosis.commands.diagnose", lambda target, args, budget_s: diagnosis)
     assert main(["diagnose", "text-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == diagnosis.brief()
 
@@ -245,7 +245,7 @@ def test_what_is_proved_instead_of_the_first_remedy_is_said_before(
     mine = Remedy(name="faster collate_fn", speedup=2.7, low=1.0, ceiling=True, **values)  # type: ignore[arg-type]
     fused = Remedy(name="optimizer=fused", change={"optimizer": "fused"}, speedup=1.05, low=1.0, scope="part", **values)  # type: ignore[arg-type]
     found.remedies = (mine, fused)
-    monkeypatch.setattr("workbench.diagnose", lambda *_, **__: found)
+    monkeypatch.setattr("workbench.diagnosis.commands.diagnose", lambda *_, **__: found)
     monkeypatch.setattr(Diagnosis, "prove", lambda self, which, *, budget_s: f"proof of {which.name}")
     assert main(["diagnose", "text-gpt", "--prove"]) == 0
     said = capsys.readouterr().out
@@ -546,7 +546,7 @@ def test_why_not_linear_prints_the_answer_and_proves(monkeypatch: pytest.MonkeyP
 def test_an_answer_is_printed_though_its_proof_fails(
     error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(self: WhyNotLinear, **_: object) -> NoReturn:
+    def fails(self: WhyNotLinear, *_: object, **__: object) -> NoReturn:
         printed.append(capsys.readouterr().out)
         raise error
 
@@ -649,7 +649,8 @@ def test_a_proof_that_cannot_be_made_is_said_to_be_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], remedies: tuple[Any, ...], said: str
 ) -> None:
     monkeypatch.setattr(
-        "workbench.diagnose", lambda *_, **__: SimpleNamespace(remedies=remedies, verdict="", spec=None, for_terminal=lambda **_: "")
+        "workbench.diagnosis.commands.diagnose",
+        lambda *_, **__: SimpleNamespace(remedies=remedies, verdict="", spec=None, for_terminal=lambda **_: ""),
     )
     assert main(["diagnose", "fashion-mlp", "--prove"]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]

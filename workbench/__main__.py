@@ -17,29 +17,26 @@ try:
     import workbench
     from workbench.batch import lengths as batch_lengths
     from workbench.cluster import commands as cluster_commands
-    from workbench.core import codec, units
+    from workbench.core import codec
     from workbench.core.checks import did_you_mean
     from workbench.core.interrupts import Terminated, terminated_as_interrupted
     from workbench.core.machine_speeds import MachineSpeeds
     from workbench.core.progress import begins, has_no_reader
     from workbench.core.run_directory import ALARMS
     from workbench.diagnosis import commands, regression
-    from workbench.diagnosis.analysis.proof import how_to_prove
     from workbench.diagnosis.analysis.what_changed import QUANTITIES
     from workbench.diagnosis.api import BUDGET
-    from workbench.runs.commands import COMMANDS, knob_help, lab_options, launch_arguments, refuse_knobs
+    from workbench.runs.commands import COMMANDS, knob_help, lab_options, launch_arguments
     from workbench.runs.entrypoints import ON_HANG
     from workbench.runs.export import EXPORTED
     from workbench.runs.failure import RunError
     from workbench.runs.launch import environment, machine_report
-    from workbench.runs.launch.launch import check_script
     from workbench.runs.launch.nodes import join
     from workbench.runs.page import run_facts, run_text
     from workbench.runs.profile import STEPS
     from workbench.runs.rows import busy_note, threads_note
     from workbench.runs.run import Run
-    from workbench.runs.spec import ScriptSpec, parse_knob
-    from workbench.runs.task import SAMPLES
+    from workbench.runs.spec import parse_knob
     from workbench.runs.task import check as check_task
 except KeyboardInterrupt:  # in the first second, while all this is loaded
     raise SystemExit(130) from None
@@ -145,47 +142,6 @@ def trace(given: argparse.Namespace) -> int:
     print(f"{read}\n\n{parts}\n\n{read.explain()}", flush=True)
     if given.operators and isinstance(read, workbench.Trace):
         print(f"\n{read.ops()}")
-    return 0
-
-
-def diagnose(given: argparse.Namespace) -> int:
-    """Diagnose a task or a run, and prove the best remedy if asked to; returns the exit status."""
-    knobs = knobs_of(given.set or []) | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
-    target: Any = given.target
-    if target.endswith(".py"):
-        refuse_knobs("diagnose", target, knobs, allowed=("threads", "nproc_per_node"))
-        check_script(target)
-        knobs |= {"prove_budget_s": given.budget} if given.prove else {}
-    elif not (Path(target) / "run.json").is_file():
-        if Path(target).is_dir() and target not in SAMPLES:
-            raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
-        target = workbench.RunSpec(task=given.target).replace(**knobs)
-        check_task(given.target)
-    elif knobs:
-        raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
-    if not isinstance(target, str):  # of a script, `wb.diagnose` says more
-        begins(f"experiments with {given.target}, at most {units.seconds(given.budget)} …")
-    of_launch = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
-    diagnosis = workbench.diagnose(target, args=given.args, **of_launch, budget_s=given.budget)
-    unclear = diagnosis.verdict == "inconclusive"
-    provable = not unclear and any(remedy.provable for remedy in diagnosis.remedies)
-    if given.json:
-        commands.print_brief(diagnosis, given.budget if given.prove and provable else None)
-        return 0
-    print(diagnosis.for_terminal(proving=given.prove and provable), flush=True)
-    if given.prove and provable:
-        if diagnosis.choice:
-            print(f"\n{diagnosis.choice}", flush=True)
-        print(f"\n{diagnosis.prove(diagnosis.remedy(), budget_s=given.budget)}")
-    elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and not str(target).endswith(".py"):
-        print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
-    elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and diagnosis.remedies and not unclear:
-        print(f"\n{diagnosis.prove(budget_s=given.budget).choice}")  # where to make the change
-    elif given.prove:
-        untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
-        untried = "Nothing is proved, since the verdict is inconclusive." if unclear else untried
-        nothing = "There is nothing to prove: no remedy was found."
-        print(f"\n{untried if diagnosis.remedies else nothing}")
     return 0
 
 
@@ -323,6 +279,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         action="store_true",
         help="also run the best change, and compare its predicted gain with the measured one",
     )
+    option("diagnose", "--remedy", metavar="KNOB=VALUE", help="prove this change instead of the best one, such as num_workers=2")
     option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda", any GPU (cuda)')
     option("estimate-time", "--device", required=True, help='a name, such as "H100"; "cpu" with --measured')
     option("batch-lengths", "--device", required=True, help='a name, such as "H100", or "cpu" for this machine')
@@ -433,7 +390,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "prove-resume": lambda given: commands.resumed(given, knobs_of(given.set or [])),
     "compare": compare,
     "trace": trace,
-    "diagnose": diagnose,
+    "diagnose": lambda given: commands.diagnosed(given, knobs_of(given.set or [])),
     "sanity": sanity,
     "calibrate": calibrate,
     "join": lambda given: join(given.run_dir),

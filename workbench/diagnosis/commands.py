@@ -1,4 +1,6 @@
-"""The commands that find out what is wrong: `doctor`, `health`, `replay`, `prove-resume`, `what-changed`, `bisect`, `why-not-linear`."""
+"""The commands that find out what is wrong: `diagnose`, `doctor`, `health`, `replay`, `prove-resume`, `what-changed`, `bisect` and
+`why-not-linear`.
+"""
 
 import argparse
 import json
@@ -6,14 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core import units
 from workbench.core.brief import Briefed, fitted, short
 from workbench.core.interrupts import terminated_as_interrupted
 from workbench.core.progress import begins
 from workbench.data.analysis.loader_report import LoaderReport
 from workbench.diagnosis.analysis.bisection import Bisection
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.proof import how_to_prove
 from workbench.diagnosis.analysis.what_changed import WhatChanged
 from workbench.diagnosis.analysis.why_not_linear import WhyNotLinear
+from workbench.diagnosis.api import diagnose
 from workbench.diagnosis.correctness import replay
 from workbench.diagnosis.regression import bisect, what_changed
 from workbench.diagnosis.why_not_linear import why_not_linear
@@ -23,8 +28,9 @@ from workbench.runs.commands import refuse_knobs
 from workbench.runs.failure import RunError
 from workbench.runs.health import health as of_run
 from workbench.runs.launch import machine_report
+from workbench.runs.launch.launch import check_script
 from workbench.runs.launch.prove_resume import prove_resume
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, ScriptSpec, check_names, parse_knob
 
 _OF: Mapping[str, str] = {"step": "time", "samples_per_sec": "time", "peak_memory": "memory", "loss": "loss"}
 """Name of a budget → what two runs are compared for where it is exceeded; the share of a phase is one of time."""
@@ -103,12 +109,60 @@ def not_linear(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
     return 0
 
 
-def print_brief(answer: Diagnosis | WhyNotLinear, proving_s: float | None) -> None:
-    """Print a brief, after a proof in at most so many seconds; None = without one. If the proof fails, `proof_failed` says why."""
+def diagnosed(given: argparse.Namespace, knobs: Mapping[str, Any]) -> int:
+    """Diagnose a task, a script or a run, and prove the best remedy, or the one that was named, if asked to; returns the exit status."""
+    knobs = {**knobs} | ({} if given.nproc_per_node is None else {"nproc_per_node": given.nproc_per_node})
+    target: Any = given.target
+    if given.remedy is not None:
+        check_names(RunSpec, dict(map(parse_knob, given.remedy.replace(",", " ").split())))
+    proves = given.prove or given.remedy is not None
+    if target.endswith(".py"):
+        refuse_knobs("diagnose", target, knobs, allowed=("threads", "nproc_per_node"))
+        check_script(target)
+        knobs |= {"prove_budget_s": given.budget} if proves else {}
+    elif not (Path(target) / "run.json").is_file():
+        if Path(target).is_dir() and target not in task.SAMPLES:
+            raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
+        target = RunSpec(task=given.target).replace(**knobs)
+        task.check(given.target)
+    elif knobs:
+        raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
+    if not isinstance(target, str):  # of a script, `diagnose` says more
+        begins(f"experiments with {given.target}, at most {units.seconds(given.budget)} …")
+    of_launch = knobs if isinstance(target, str) else {}  # of a script; other targets in a text have none
+    diagnosis = diagnose(target, args=given.args, **of_launch, budget_s=given.budget)
+    unclear = diagnosis.verdict == "inconclusive"
+    provable = given.remedy is not None or (not unclear and any(remedy.provable for remedy in diagnosis.remedies))
+    if given.json:
+        print_brief(diagnosis, given.budget if proves and provable else None, given.remedy)
+        return 0
+    print(diagnosis.for_terminal(proving=proves and provable), flush=True)
+    if proves and provable:
+        remedy = diagnosis.remedy(given.remedy)
+        if diagnosis.choice and given.remedy is None:
+            print(f"\n{diagnosis.choice}", flush=True)
+        print(f"\n{diagnosis.prove(remedy, budget_s=given.budget)}")
+    elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and not str(target).endswith(".py"):
+        print(f"\nNothing of this can be proved: {how_to_prove(diagnosis.spec.script)}")
+    elif given.prove and isinstance(diagnosis.spec, ScriptSpec) and diagnosis.remedies and not unclear:
+        print(f"\n{diagnosis.prove(budget_s=given.budget).choice}")  # where to make the change
+    elif given.prove:
+        untried = "None of these can be tried from here: make the change in your code, and diagnose it again."
+        untried = "Nothing is proved, since the verdict is inconclusive." if unclear else untried
+        nothing = "There is nothing to prove: no remedy was found."
+        print(f"\n{untried if diagnosis.remedies else nothing}")
+    return 0
+
+
+def print_brief(answer: Diagnosis | WhyNotLinear, proving_s: float | None, which: str | None = None) -> None:
+    """Print a brief, after a proof in at most so many seconds; None = without one. If the proof fails, `proof_failed` says why.
+
+    `which` is the change to prove, with its value; None = the best.
+    """
     failed: dict[str, str] = {}
     try:
         if proving_s is not None:
-            answer.prove(budget_s=proving_s)
+            answer.prove(which, budget_s=proving_s)
     except (ValueError, OSError, RunError, KeyboardInterrupt) as error:
         failed["proof_failed"] = short(str(error) or "interrupted")
         raise

@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from workbench.core.checks import objects, real_number, whole_number
 from workbench.core.interrupts import defer_interrupts, deliver_interrupt
 from workbench.harness import ablations, device_clock
-from workbench.harness.ablations import DTYPES
 from workbench.harness.batches import micro_batches_in, padding_of, tensor_versions, tensors_of
 from workbench.harness.blocks import BlockTimer, DiagnoseError
-from workbench.harness.discover import ReachableState, describe, discover, is_compiled, name_of
+from workbench.harness.discover import ReachableState, describe, discover, name_of
 from workbench.harness.feed import Feed
+from workbench.harness.module_use import DenseTables, recorded_calls, recorded_tables
 from workbench.harness.restore import SavedState
 from workbench.harness.results import NOT_FINITE, UNTRAINED
 from workbench.timeline.loops import samples_in
@@ -276,68 +276,6 @@ def counted_backwards() -> Iterator[list[None]]:
         torch.autograd.backward = backward
 
 
-@contextlib.contextmanager
-def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
-    """Collects in which precision the innermost modules with weights are called."""
-    seen: list[str] = []
-    names = {dtype: name for name, dtype in DTYPES.items()}
-
-    def called(*_: Any) -> None:
-        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-            seen.append(names.get(torch.get_autocast_dtype(device.type), "fp32"))
-
-    handles = [
-        part.register_forward_pre_hook(called)
-        for model in models
-        if not is_compiled(model)
-        for part in model.modules()
-        if not list(part.children()) and next(part.parameters(), None) is not None
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-MIN_TABLE = 100_000
-"""Numbers of an embedding table below which its update costs next to nothing. Chosen: 0.1 ms or so on one core."""
-
-
-@dataclass(slots=True)
-class DenseTables:
-    """Embedding tables with a dense gradient, as one optimizer step showed them."""
-
-    rows: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Name of the module → numbers in its table, and the fraction of rows whose gradient is not zero."""
-
-
-@contextlib.contextmanager
-def recorded_tables(models: Sequence[nn.Module]) -> Iterator[DenseTables]:
-    """Inside, the gradients of large embedding tables are examined when an optimizer is about to step, each once."""
-    seen = DenseTables()
-    tables = {
-        id(part.weight): name
-        for model in models
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and not part.sparse and part.weight.numel() >= MIN_TABLE
-    }
-
-    def stepping(optimizer: Optimizer, *_: Any) -> None:
-        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-            name = tables.pop(id(weight), None)
-            if name is None or weight.grad is None or type(weight.grad) is not torch.Tensor or weight.grad.layout != torch.strided:
-                continue
-            used = torch.linalg.vector_norm(weight.grad, ord=math.inf, dim=1) != 0  # no tensor as large as the table
-            seen.rows[name] = weight.numel(), float(used.float().mean())
-
-    handle = register_optimizer_step_pre_hook(stepping)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 MAX_FIRST_STEPS = 20
 """The most first steps, even if they still get shorter."""
 WARM_RATIO = 0.8
@@ -363,6 +301,8 @@ class StepFacts:
     """CUDA graphs that one step launches."""
     tables: DenseTables
     """What the optimizer's first step showed of embedding tables."""
+    most_called: tuple[tuple[str, str], int] | None
+    """(Name of a module, its class), and how often the first step called it: the one that it called most often."""
     micro_batches: int
     """Batches that one step takes: `accumulation`, or those in a list that the loader gives as one."""
 
@@ -383,7 +323,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         late.append(optimizer)
         saved.add(discover(optimizer))
 
-    with recorded_precisions(state.models, bench.device) as precisions:
+    with recorded_calls(state.models, bench.device) as calls:
         with (
             on_new_optimizer(state.optimizers, meet),
             counted_backwards() as backwards,
@@ -391,6 +331,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
             recorded_tables(state.models) as tables,
         ):
             bench.warm([batch], _watching_use(bench.step, notes))
+        most_called = max(calls.counts.items(), key=lambda item: item[1], default=None)
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
         while len(times) < 3 or (times[-1] < WARM_RATIO * times[-2] and len(times) < MAX_FIRST_STEPS):
@@ -406,7 +347,8 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
     return StepFacts(
         samples=samples,
         padding=padding,
-        precision=precisions[-1] if precisions else dtype_of(state.models),
+        precision=calls.precisions[-1] if calls.precisions else dtype_of(state.models),
+        most_called=most_called,
         written=written,
         replays=replays,
         tables=tables,

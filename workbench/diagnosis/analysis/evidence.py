@@ -207,6 +207,18 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """The module with weights that a step calls most often, as a loop over time steps or samples does."""
+
+    name: str
+    """In the model; "" = it is the model."""
+    kind: str
+    """Its class: "LSTMCell"."""
+    calls: float
+    """Per batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
     """Embedding tables whose gradient is dense: the optimizer updates all rows, also those that a step does not use."""
 
@@ -265,6 +277,8 @@ class Evidence(JsonDataclass):
     gradients: Gradients | None = None
     tables: Tables | None = None
     """Large embedding tables with a dense gradient; None = there are none, or they were not looked for."""
+    repeated: Repeated | None = None
+    """The module that is called most often; None = none was seen to be called."""
     ranks: tuple[RankEvidence, ...] = ()
     noise: Noise | None = None
     longest_wait: float = math.nan

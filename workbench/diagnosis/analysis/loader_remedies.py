@@ -86,7 +86,7 @@ def _typed(case: Case, workers: int, staying: bool, cores: float) -> str:
     more = ""
     if workers > len(affinity()):
         more = " Torch warns that these are more workers than cores, but workers that only wait need none."
-    elif workers > cores:
+    elif workers >= cores + 0.1:
         more = f" That is more than the cores that are free now ({cores:.1f}); workers that only wait need none."
     return f" DataLoader(…, num_workers={workers}{', persistent_workers=True' * staying}).{more}"
 

@@ -102,13 +102,15 @@ def present_gap(model: StepModel) -> float:
 
 def surely_gains(remedy: Remedy, crowded: bool) -> bool:
     """Is a predicted gain beyond its noise? Of a ceiling, whose range begins at no gain: is what is expected of it beyond the error of the
-    loader's formula, since most ceilings are the loader's?
+    loader's formula, since most ceilings are the loader's? More threads, which nobody tried, may gain nothing.
 
     Args:
         remedy: as `with_model_error` gave it.
         crowded: did other processes take cores, as for `with_model_error`?
     """
-    return gain_of(remedy) > math.exp(MODEL_ERRORS[crowded]["loader"]) if remedy.ceiling else remedy.low > 1
+    if remedy.ceiling:
+        return not remedy.name.startswith("threads=") and gain_of(remedy) > math.exp(MODEL_ERRORS[crowded]["loader"])
+    return remedy.low > 1
 
 
 def widened(low: float, mid: float, high: float, error: float) -> tuple[float, float]:

@@ -20,6 +20,8 @@ UNCLEAR = "not clear whether it helps"
 """How the word of a proof begins whose range has both a gain and none."""
 NOTHING = "nothing to prove"
 """Name of the remedy of a proof that tried none."""
+LITTLE_OF_CEILING = 0.25
+"""A change that saved less than so much of what its ceiling named did not do its work. Chosen. It decides a word in the text of a proof."""
 MIN_GAIN = 1.02
 """Least speedup that counts as a gain: below it, drift between neighbouring blocks looks the same. Chosen at the width of a proof's
 interval. It decides a word in the text of a proof."""
@@ -95,6 +97,8 @@ class Proof(display.Shown, JsonDataclass):
         if not self.remedy.predicted:
             return "it helps"
         error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
+        if self.remedy.ceiling and (1 - 1 / self.measured.mid) < LITTLE_OF_CEILING * (1 - 1 / self.remedy.speedup):
+            return "it helps a little, far below the predicted ceiling"
         if self.remedy.ceiling:
             return f"it helps; {'within the predicted ceiling' if self.held else 'more than the predicted ceiling'}"
         if math.isinf(self.remedy.high):

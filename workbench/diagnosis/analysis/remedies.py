@@ -4,15 +4,14 @@ Where an experiment tried the change itself, its ratio is put into the full step
 an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from workbench.core import units
-from workbench.core.statistics import Interval
-from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
+from workbench.diagnosis.analysis.causes import pausing_rank
 from workbench.diagnosis.analysis.costs import saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.host_remedies import ALLOCATOR, GC_COSTS, GC_OFF, SPARE_COSTS, SPARE_MEMORY, for_host
 from workbench.diagnosis.analysis.loader_remedies import for_loader
 from workbench.diagnosis.analysis.model_errors import with_errors
 from workbench.diagnosis.analysis.remedy import (
@@ -31,7 +30,7 @@ from workbench.diagnosis.analysis.script_remedies import from_outside, set_by
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.untried_remedies import fewer_micro_batches, less_own_code, sparse_tables
 from workbench.diagnosis.analysis.verdict import UNMARKED, USUAL, Judgement, unseen
-from workbench.runs.spec import RunSpec, Spec, SpecError
+from workbench.runs.spec import RunSpec, Spec
 
 REMOVES = {
     "precision": ("compute",),
@@ -129,11 +128,9 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
             what = "Keep weights and images in the channels_last layout: model.to(memory_format=torch.channels_last), and the images, too."
             yield from_arm(case, name, {kind: True}, what, "")
         elif kind == "no_gc":
-            yield from_arm(case, name, {"gc": False}, _GC_OFF, _GC_COSTS)
+            yield from_arm(case, name, {"gc": False}, GC_OFF, GC_COSTS)
 
 
-_GC_OFF = "Switch off Python's cyclic garbage collector (gc.disable()) and collect every few hundred steps, or call gc.freeze() first."
-_GC_COSTS = "the memory of reference cycles is freed only at the next collection"
 _OPTIMIZER_COSTS = {
     "fused": "last digits of the weights differ",
     "foreach": "memory for a copy of the parameters during the step; last digits differ",
@@ -177,63 +174,6 @@ def _optimizer(case: Case) -> Iterator[Remedy | None]:
         yield _accumulation(case)
 
 
-def _host(case: Case) -> Iterator[Remedy | None]:
-    """Changes of the program that would relieve the host; people have to make them."""
-    c, cause, device = case.costs, case.judgement.cause, case.evidence.device != "cpu"
-    graphs = bool(case.evidence.inside and case.evidence.inside.graphs)
-    if case.judgement.verdict != "host-bound":
-        return
-    saved = case.judgement.shares["host"]
-    lines, own = (case.evidence.inside.lines, case.evidence.inside.own) if case.evidence.inside else ((), ())
-    most, where = bool(lines) and lines[0][1] >= MIN_EXPLAINED * saved.mid, ""
-    if lines:
-        where = f" {'It is mostly in' if most else f'Of the step, {units.percent(lines[0][1])} are in'} {lines[0][0]}."
-    if cause.startswith("sleeping"):
-        sleeping = Interval(low=c.sleeping, mid=c.sleeping, high=c.sleeping)
-        what = f"Move waiting, reading, writing and printing out of the step or into a thread, or do them less often.{where}"
-        yield ceiling(case, "no waiting in the step", what, c.share(c.saves(sleeping)), "the training thread never sleeps")
-    elif cause == ALLOCATOR:
-        yield ceiling(case, "memory to spare", _SPARE_MEMORY, saved, "the allocator never waits", _SPARE_COSTS)
-    elif cause.startswith("syncs"):
-        what = f"Read values of tensors (.item(), print, if loss > …) every hundred steps, not in each; keep sums on the device.{where}"
-        yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
-    elif cause.startswith(("python", "launches")):
-        what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
-        spread = not most and sum(share for _, share in own) * c.replayed / c.step < MIN_EXPLAINED * saved.mid  # else it is not the model's
-        follow = f"{'kernels' if device else 'operators'} follow each other without a gap; that there may be fewer of them is not counted"
-        if spread or cause.startswith("launches"):
-            yield _compiled(case, saved, follow)
-        if device and cause.startswith("launches") and not graphs:
-            yield ceiling(
-                case,
-                "CUDA graphs",
-                "Record the kernels once and launch them all at once: torch.compile(model, mode='reduce-overhead'), or "
-                "torch.cuda.make_graphed_callables.",
-                saved,
-                follow,
-                "shapes and addresses of tensors must not change; the graph keeps memory of its own",
-            )
-        yield ceiling(case, "less Python in the step", what, saved, follow)
-    elif cause == "garbage collection":
-        yield ceiling(case, "gc=False", _GC_OFF, saved, "the collector never runs", _GC_COSTS, {"gc": False})
-
-
-def _compiled(case: Case, saved: Interval, follow: str) -> Remedy | None:
-    """A compiled model, by the knob of a spec where its other knobs allow it; none where it is compiled already."""
-    name, what, change = "torch.compile", "Compile the model, model = torch.compile(model)", {}
-    if isinstance(case.spec, RunSpec):
-        if case.spec.compile != "none":
-            return None
-        for value in ("model", "blocks"):
-            with contextlib.suppress(SpecError):
-                case.spec.replace(compile=value)
-                name, what, change = f"compile={value}", f'Compile the model: compile="{value}"', {"compile": value}
-                break
-    what += ": fewer and larger operators, less Python between them." if not change else ", for fewer and larger operators and less Python."
-    costs = "a minute or more at the first step, and again for each new shape; a C++ compiler"
-    return ceiling(case, name, what, saved, follow, costs, change)
-
-
 def _padding(case: Case) -> Iterator[Remedy | None]:
     """Less to compute: no padding."""
     e = case.evidence
@@ -272,13 +212,6 @@ def _transfer(case: Case) -> Iterator[Remedy | None]:
     )
 
 
-ALLOCATOR = "allocator retries"
-_SPARE_MEMORY = (
-    "Keep memory free: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, which avoids fragmentation, "
-    "or use a smaller micro-batch or activation checkpointing."
-)
-_SPARE_COSTS = "a smaller micro-batch or checkpointing takes longer per sample"
-
 _MOVED = {
     "checkpoint": "Write checkpoints in the background: copy the state to the CPU, and save it in a thread or with "
     "torch.distributed.checkpoint.async_save; or write them less often.",
@@ -295,7 +228,7 @@ def _stalls(case: Case) -> Iterator[Remedy | None]:
     if not e.stalls.at or pausing_rank(e) is not None or c.stalls.mid / c.step < 1 - 1 / MIN_SPEEDUP:
         return
     if case.judgement.cause == ALLOCATOR:
-        yield ceiling(case, "memory to spare", _SPARE_MEMORY, c.share(c.stalls), "the allocator never waits", _SPARE_COSTS)
+        yield ceiling(case, "memory to spare", SPARE_MEMORY, c.share(c.stalls), "the allocator never waits", SPARE_COSTS)
         return
     yield ceiling(
         case,
@@ -488,7 +421,7 @@ SOURCES: dict[Callable[[Case], Iterator[Remedy | None]], str] = {
     _balance: "straggler",
     _optimizer: "optimizer-bound",
     sparse_tables: "optimizer-bound",
-    _host: "host-bound",
+    for_host: "host-bound",
     less_own_code: "host-bound",
     _padding: "compute-bound",
     _transfer: "transfer-bound",

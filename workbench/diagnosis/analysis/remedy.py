@@ -173,9 +173,15 @@ LEFT_SHARE = 0.1
 remedies, instead of 3.1×."""
 
 
-def sort_key(remedy: Remedy) -> tuple[bool, float]:
-    """Sort key of remedies: first those that remove what the verdict names, then by gain, the largest first."""
-    return remedy.scope != "cause", -gain_of(remedy)
+LESS_PYTHON = "less Python in the step"
+"""Name of the remedy that names no line, function or module to change."""
+
+
+def sort_key(remedy: Remedy) -> tuple[bool, bool, float]:
+    """Sort key of remedies: first those that remove what the verdict names, and of these that name what to change; then by gain, the
+    largest first.
+    """
+    return remedy.scope != "cause", remedy.name == LESS_PYTHON, -gain_of(remedy)
 
 
 def surest_first(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:

@@ -14,14 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import units
-from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls, Tables
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Repeated, Stalls, Tables
 from workbench.diagnosis.analysis.stalls import Call, find_stalls, within
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, StepTimes, known_pairs
 from workbench.harness.discover import ReachableState, describe
 from workbench.harness.feed import Feed
 from workbench.harness.interleave import MIN_STEPS_PER_PASS, InterleavedRounds
-from workbench.harness.observe import DenseTables, has_convolutions, weights_of
+from workbench.harness.module_use import DenseTables
+from workbench.harness.observe import StepFacts, has_convolutions, weights_of
 from workbench.harness.peers import Peers
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
@@ -112,6 +113,7 @@ class EvidenceBuilder:
         precision: str,
         padding: float | None,
         tables: Tables | None,
+        repeated: Repeated | None,
         notes: Sequence[str],
     ) -> Evidence:
         """All of it, the same on all ranks. Collective."""
@@ -153,6 +155,7 @@ class EvidenceBuilder:
             longest_wait=_mean([max(waits) for block in own for waits in zip(*(laps.waits for laps in block.laps), strict=False)]),
             padding=padding,
             tables=tables,
+            repeated=repeated,
             seconds=self.bench.elapsed,
             steps=self.bench.called,
             notes=tuple(dict.fromkeys(note for *_, notes, _ in everyone for note in notes)),
@@ -207,6 +210,14 @@ def tables_of(seen: DenseTables) -> Tables | None:
     numbers = sum(seen.rows[name][0] for name in names)
     touched = sum(seen.rows[name][0] * seen.rows[name][1] for name in names)
     return Tables(names=tuple(names), numbers=numbers, touched=touched / numbers) if names else None
+
+
+def repeated_of(seen: StepFacts) -> Repeated | None:
+    """The module that a step calls most often, as evidence; None if none was seen to be called."""
+    if seen.most_called is None:
+        return None
+    (name, kind), calls = seen.most_called
+    return Repeated(name=name, kind=kind, calls=calls / seen.micro_batches)
 
 
 LARGE_BYTES = 25 * 2**20

@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.costs import CHEAP_LOADER, MAX_OPTIMIZER_COST
 from workbench.diagnosis.analysis.evidence import SMALL_OP, TRACE, Evidence, Inside, Loading, what_changes
 from workbench.diagnosis.analysis.stalls import is_loose, is_open, stalled_at_least
 from workbench.diagnosis.measure import inside, loading
-from workbench.diagnosis.measure.evidence import EvidenceBuilder, measure_gradients, new_pages_note, tables_of
+from workbench.diagnosis.measure.evidence import EvidenceBuilder, measure_gradients, new_pages_note, repeated_of, tables_of
 from workbench.diagnosis.measure.trials import (
     CLEAR_INTERVAL,
     FEW_PAIRS,
@@ -208,6 +208,7 @@ class _Experiment:
                 precision=self.seen.precision,
                 padding=self.seen.padding,
                 tables=tables_of(self.seen.tables),
+                repeated=repeated_of(self.seen),
                 notes=self.notes,
             )
             noise, retries = meter.noise(self.sums.spread(), gpu.notes() if gpu else ()), self.peers.agree(self.retries)
