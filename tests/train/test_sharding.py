@@ -555,6 +555,53 @@ def test_parameters_that_a_forward_changes(alone: Ranks, how: str, tmp_path: Pat
             loop.train(spec_of(parallel=parallel), task, alone, folder, held=held, noise_log=NoiseLog)
 
 
+class Uncertain(nn.Module):
+    """Returns learned weights of its losses beside its outputs: parameters of its own and of a block, one of them as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Scaled() for _ in range(2))
+        self.logarithms = nn.Parameter(torch.full((2,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        scales = []
+        for layer in self.layers:
+            x, scale = layer(x)
+            scales.append(scale)
+        return {"x": x, "logarithms": (self.logarithms, self.logarithms[:1]), "scales": scales}
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor([0.8]))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.scale
+
+
+def _uncertain_loss(model: Any, batch: Any) -> torch.Tensor:
+    given = model(batch[0])
+    both, first = given["logarithms"]
+    error: torch.Tensor = ((-both).exp() * given["x"].square().mean() + both).sum() + first.square().sum()
+    return error + torch.cat(given["scales"]).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("parallel", "compiled"), [("fsdp", "none"), ("zero2", "none"), ("fsdp", "blocks(backend=eager)")])
+def test_parameters_that_a_forward_returns(alone: Ranks, parallel: str, compiled: str) -> None:
+    """The loss read memory that FSDP2 had freed after the forward, and the process crashed with SIGSEGV."""
+    task = toy_tasks.numbers(model=Uncertain, loss=_uncertain_loss, evaluate=None)
+    specs = spec_of(), spec_of(parallel=parallel, compile=compiled)
+    usual, other = (Trainer(spec, task, alone) for spec in specs)
+    for batch in [next(usual.batches()) for _ in range(3)]:
+        assert other.step([batch]).item() == pytest.approx(usual.step([batch]).item(), abs=1e-6)
+    for (name, weight), (_, expected) in zip(other.module.named_parameters(), usual.module.named_parameters(), strict=True):
+        assert torch.allclose(weight.full_tensor(), expected, atol=1e-6), name  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_sparse_buffer(alone: Ranks, parallel: str) -> None:
     def build() -> nn.Module:

@@ -144,8 +144,8 @@ _SYMPTOMS = (
     Symptom(
         r"setStorage: .* out of bounds for storage of size 0",
         "exception",
-        "FSDP2 frees the parameters that it has gathered, and has no second derivatives, as of a gradient penalty (create_graph=True): try "
-        'parallel="zero1".',
+        "FSDP2 frees the parameters that it has gathered: compute with them in the forward only. It has no second derivatives, as of a "
+        'gradient penalty (create_graph=True): try parallel="zero1".',
     ),
     Symptom(
         r"FSDP expects uniform original parameter dtype",

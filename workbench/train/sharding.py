@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel, distributed
 
+from workbench.harness.batches import map_tensors, tensors_of
 from workbench.runs.spec import SHARDED, RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.runs.training_knobs import COMPRESSIONS, ONE_BUCKET, parse_call
@@ -214,10 +215,33 @@ def _sharded(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.dev
     for block in blocks.values():
         fully_shard(block, mp_policy=of_blocks, **options)
     fully_shard(module, mp_policy=of_model, **options)
+    for part in (*blocks.values(), module):
+        hook = _copied_parameters if part._compiled_call_impl is None else torch.compiler.disable(_copied_parameters)  # type: ignore[no-untyped-call]
+        part.register_forward_hook(hook, prepend=True)  # before FSDP2's own, which frees them
     if spec.offload == "optimizer":
         for weight in module.parameters():
             mark_on_host(local_part(weight))
     return module
+
+
+def _copied_parameters(part: nn.Module, _: Any, output: Any) -> Any:
+    """The output of a module with copies of the parameters, or views of them, in it: FSDP2 frees what it has gathered after the forward.
+
+    Such are the learned weights of several losses, or a temperature, that a forward returns. A copy passes its gradient on.
+    """
+    gathered = {_storage(weight) for weight in part.parameters() if not is_dtensor(weight)}
+
+    def freed(tensor: Tensor) -> bool:
+        return not is_dtensor(tensor) and tensor.layout == torch.strided and _storage(tensor) in gathered
+
+    if not any(map(freed, tensors_of(output))):
+        return None
+    return map_tensors(lambda tensor: tensor.clone() if freed(tensor) else tensor, output)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which memory a tensor is in."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def accumulating(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
