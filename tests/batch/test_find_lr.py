@@ -32,6 +32,21 @@ from workbench.programs.lr_range import tell
 SHORT: dict[str, Any] = {"sweeps": 2, "iterations": 60, "race_steps": 20}
 SCRIPT = Path(__file__).parents[1] / "scripts" / "two_ranks_lr.py"
 
+ONE_RANK_FAILS = """
+import torch.distributed as dist
+from tests import toy_tasks
+
+
+def loss(model, batch):
+    if dist.get_rank():
+        raise ValueError("a bad sample")
+    return toy_tasks.squared_error(model, batch)
+
+
+def build():
+    return toy_tasks.numbers(loss=loss)
+"""
+
 
 class Training:
     """A regression whose step can be varied."""
@@ -348,6 +363,15 @@ def test_a_spec_in_a_launch_of_its_own(tmp_path: Path) -> None:
     assert find_lr(run) == found
     with pytest.raises(ValueError, match="no search for a learning rate"):
         find_lr(_without(run))
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_step_that_fails_on_one_rank_ends_the_search(tmp_path: Path) -> None:
+    """The other rank waited in its backward for this one's gradients, and this one for the other's loss, until nobody waited any more."""
+    (tmp_path / "task.py").write_text(ONE_RANK_FAILS)
+    spec = wb.RunSpec(task=f"{tmp_path / 'task.py'}:build", device="cpu", micro_batch=4, nproc_per_node=2)
+    with pytest.raises(wb.RunError, match="a bad sample"):
+        find_lr(spec, runs_dir=tmp_path / "runs", **SHORT)
 
 
 def _without(run: Path) -> Path:

@@ -103,8 +103,8 @@ class StepDriver:
             batch: None = the feed's next.
 
         Raises:
-            StepFailed: step() raised an error, here or on another rank.
-            LrRangeError: it returned no loss, or no optimizer stepped.
+            StepFailed: step() raised an error on this rank.
+            LrRangeError: it returned no loss, here or on another rank, or no optimizer stepped.
             Exhausted: the feed ended.
             Stopped: a rank was told to stop.
         """
@@ -113,6 +113,8 @@ class StepDriver:
             self._control.lr, self._control.stepped = lr, False
             self._control.set()
             loss, error = self._call(self.last)
+            if isinstance(error, StepFailed):
+                raise error  # at once: other ranks may wait inside of their step for what this one did not send
             stop = self._stop is not None and self._stop()
             trouble = str(error) if error else ""
             answers = self.peers.gather((loss, self._control.stepped, trouble, time.monotonic() - self._began, stop))
