@@ -427,6 +427,57 @@ def test_a_rate_that_ruins_the_training_is_not_blamed_on_the_labels(rate: int) -
     assert found.cause == ("rate_too_high" if rate == 1000 else ""), found  # at 8, single losses come back below the first
 
 
+def words() -> tuple[Tensor, Tensor]:
+    texts = torch.randint(500, (2000, 8), generator=torch.Generator().manual_seed(17))
+    return texts, ((texts < 250).sum(1) > 4).long()
+
+
+def bag() -> nn.Module:
+    """As fastText: of its embeddings, each step moves a few, and those a little."""
+    return nn.Sequential(nn.EmbeddingBag(500, 16), nn.Linear(16, 2))
+
+
+def test_embeddings_that_learn_slowly_are_not_blamed_on_their_labels() -> None:
+    """After one pass the loss may be lower by chance alone, and it surely is after several."""
+    results = [
+        checked(task(bag, data=words, optimizer="sgd(lr=0.5)"), "overfitting", "label alignment", seed=seed)["label alignment"]
+        for seed in (3, 5)
+    ]
+    assert not [found for found in results if found.passed is False]
+    assert [found for found in results if found.passed and "after 4 passes over them" in found.figure]
+    wrong = task(bag, data=lambda: (words()[0], words()[1].roll(1)), optimizer="sgd(lr=0.5)")
+    found = checked(wrong, "overfitting", "label alignment")["label alignment"]
+    assert (found.passed, found.cause) == (False, "labels_carry_nothing"), found
+
+
+def test_few_positive_labels_are_a_rare_class() -> None:
+    """As clicks: one in 40 samples, of which 150 batches hold too few to tell."""
+
+    def clicks() -> tuple[Tensor, Tensor]:
+        return points(8192)[0], (torch.rand(8192, generator=torch.Generator().manual_seed(4)) < 0.025).float()
+
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1], pos_weight=torch.tensor(10.0))
+
+    found = checked(task(lambda: perceptron(1), weighted, clicks, optimizer="adam(lr=0.001)"), "label alignment")["label alignment"]
+    assert (found.passed, found.cause) == (None, "labels_carry_nothing"), found
+    assert "are not of the most frequent class; with 250 of these this would be a fault" in found.figure
+
+
+def test_a_later_batch_with_nan_is_named_rather_than_the_learning_rate() -> None:
+    def broken() -> tuple[Tensor, Tensor]:
+        inputs, labels = points()
+        order = torch.randperm(2048, generator=torch.Generator().manual_seed(0))
+        inputs[order[700], 3] = torch.nan
+        return inputs, labels
+
+    found = checked(task(data=broken), "inputs", "label alignment", seed=0)
+    assert found["inputs"].passed, found
+    alignment = found["label alignment"]
+    assert (alignment.passed, alignment.cause) == (False, "nonfinite_inputs"), alignment
+    assert "with batch 22, which has 1 such value" in alignment.figure
+
+
 def test_a_loss_that_becomes_negative_is_not_judged() -> None:
     """A little above zero at first, it may fall to -1."""
 

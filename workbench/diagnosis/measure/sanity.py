@@ -15,7 +15,7 @@ from workbench.core import units
 from workbench.diagnosis.analysis.sanity import CHECKS, Check, judged
 from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, observe
 from workbench.diagnosis.measure.first_loss import initial_loss
-from workbench.diagnosis.measure.sanity_learning import LARGE_RMS, label_alignment, overfitting
+from workbench.diagnosis.measure.sanity_learning import LARGE_RMS, label_alignment, not_finite, overfitting
 from workbench.diagnosis.measure.token_targets import LEAK
 from workbench.diagnosis.measure.watched_forward import Watched, module_outputs
 from workbench.harness.batches import map_tensors, tensors_of
@@ -90,7 +90,7 @@ def _short(error: Exception) -> str:
 def _inputs(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     batches = [tensor for batch in seen.batches for tensor in tensors_of(batch)]
     values = [tensor.detach().double() for tensor in batches if tensor.is_floating_point() and tensor.numel()]
-    bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in values)
+    bad = sum(map(not_finite, seen.batches))
     if bad:
         return judged(f"{bad} values are NaN or infinite in {len(seen.batches)} batches", "nonfinite_inputs")
     given = tensors_of(seen.watched.root or ())

@@ -3,9 +3,10 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from workbench.diagnosis.analysis.sanity import Check, judged
 from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, loss_value
 from workbench.diagnosis.measure.token_targets import of_tokens, reads_its_target
 from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, LossCall, Watched
-from workbench.harness.batches import bytes_of
+from workbench.harness.batches import bytes_of, tensors_of
 from workbench.harness.discover import discover
 from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
@@ -39,6 +40,9 @@ FALLEN_RATE = 0.01
 LEAST_STEPS = 50
 """Steps with true and with shuffled labels from which on it is a fault that they do not differ, or twice as many as learning a few samples
 by heart took, if that is less: a model needs time to learn anything."""
+MOST_PASSES = 4
+"""Most passes over the batches if the first one teaches nothing, as with embeddings, which learn slowly. Chosen: in more, wrong labels are
+learnt by heart as well."""
 
 
 def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
@@ -172,49 +176,43 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     if learns is not None and learns.passed is False:
         raise Unjudged("the training does not even learn a few samples")
     keep.restore()  # the mode, if the model was asked for what it reads
+    began, until, more = time.monotonic(), line.left * 0.6, ""
     batches: list[Any] = []
-    size = 0
-    until, more = line.left * 0.6, ""
-    arms: list[list[float]] = []
-    moved = 0
-    for shuffled in (None, torch.Generator().manual_seed(1)):
-        watched = Watched(training.models, shuffle=shuffled)
-        losses, targets = list[float](), list[Tensor]()
-        with watched.on():
-            for batch in itertools.islice(training.stream(), STEPS_WITH_LABELS) if shuffled is None else batches:
-                if shuffled is None:
-                    batches.append(batch)
-                    size += bytes_of(batch)
-                losses.append(loss_value(training.step(batch)))
-                latest = [call.target for call in watched.losses]
-                targets = [*(targets[-4:] if any(map(torch.is_floating_point, latest)) else targets), *latest]
-                watched.losses.clear()
-                line.say(f"learning from {'true' if shuffled is None else 'shuffled'} labels, step {len(losses)}")
-                more = ": give a larger budget_s" if line.left <= 0 or (shuffled is None and line.left < until) else more
-                if (shuffled is None and (more or size > 2**28)) or line.left <= 0:
-                    break
-        keep.restore()
-        arms.append(losses)
-        moved = watched.moved
-    true, other = arms
+
+    def collected() -> Iterator[Any]:
+        nonlocal more
+        for batch in itertools.islice(training.stream(), STEPS_WITH_LABELS):
+            batches.append(batch)
+            yield batch
+            more = ": give a larger budget_s" if line.left < until else more
+            if more or sum(map(bytes_of, batches)) > 2**28:
+                return
+
+    true, _, _ = _labelled(training, line, collected(), shuffled=False)
+    keep.restore()
+    other, moved, targets = _labelled(training, line, batches, shuffled=True)
+    keep.restore()
+    count, took = len(true), time.monotonic() - began
+    more = ": give a larger budget_s" if line.left <= 0 else more
     if moved < len(other) / 2:
         return _same_targets(seen, targets)
-    gains = [second - first for first, second in zip(true, other, strict=False)][len(true) // 3 :]
-    if not all(map(math.isfinite, gains)):
-        return judged(f"within {len(true)} steps the loss becomes NaN or infinite", "rate_too_high", sure=False)
-    if len(gains) < 5:
-        raise Unjudged(f"{len(true)} steps are too few to tell{more}")
-    mean, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    broken = next((step for step, losses in enumerate(zip(true, other, strict=False)) if not all(map(math.isfinite, losses))), None)
+    if broken is not None:
+        if bad := not_finite(batches[broken]):
+            figure = f"the loss becomes NaN or infinite with batch {broken + 1}, which has {units.several(bad, 'such value')}"
+            return judged(figure, "nonfinite_inputs")
+        return judged(f"within {count} steps the loss becomes NaN or infinite", "rate_too_high", sure=False)
+    if len(other) - count // 3 < 5:
+        raise Unjudged(f"{count} steps are too few to tell{more}")
     call = seen.watched.losses[0]
     least = _least(call) if len(seen.watched.losses) == len(seen.batches) else 0.0
-    usual = abs(statistics.fmean(other[len(true) // 3 :]) - least)
+    gain = _Gain.of(true[count // 3 :], other[count // 3 :], least)
     steps = min(LEAST_STEPS, 2 * (seen.steps_by_heart or LEAST_STEPS))
-    samples = len(true) * max(1, len(call.target) if call.target.ndim else 1)
-    lower, about = (units.percent(value / (usual or math.inf)) for value in (mean, 2 * error))
-    figure = f"the loss is {lower} (± {about}) lower than with shuffled labels"
-    if mean > 3 * error and mean > 0.01 * usual:
+    samples = count * max(1, len(call.target) if call.target.ndim else 1)
+    figure = f"the loss is {gain} lower than with shuffled labels"
+    if gain.sure:
         return judged(figure)
-    late = true[len(true) // 3 :]
+    late = true[count // 3 :]
     if min(late) > RISEN * true[0] > 0:
         rise = f"from {true[0]:.3g} to {statistics.fmean(late):.3g}"
         return judged(f"the loss rises {rise}, even with the true labels", "rate_too_high", sure=False)
@@ -228,19 +226,93 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
             raise Unjudged(f"{figure}: the loss is still {times:.2g} times that of an output that is always the same{advice}{more}")
     rare = None if (counts := _counts(call, targets)) is None else int(counts.sum() - counts.max())
     enough = samples >= needed / 3 and (rare is None or rare >= needed / 6)
-    if enough and mean < 3 * error and max(mean, 0.0) + 2 * error < 0.05 * usual:
-        lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if len(true) < steps else ""
-        if not lacks and rare is not None and rare < needed // 2:
-            figure, lacks = f"{figure}, of which {rare} are not of the most frequent class", f"{needed // 2} of these"
-        return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
-    raise Unjudged(f"{figure}: too few to tell{more}")
+    small = 0.05 * gain.usual
+    if not enough or gain.mean > 3 * gain.error or max(gain.mean, 0.0) + 2 * gain.error > small:
+        raise Unjudged(f"{figure}: too few to tell{more}")
+    if not more and (passes := min(MOST_PASSES, int(0.8 * line.left / max(took, 1e-6)))) > 1:
+        arms = []
+        for shuffled in (False, True):
+            arms.append(_labelled(training, line, batches, shuffled=shuffled, passes=passes)[0])
+            keep.restore()
+        if min(map(len, arms)) == count and all(map(math.isfinite, itertools.chain(*arms))):
+            gain = _Gain.of(arms[0], arms[1], least)
+            figure += f", and {gain} after {passes} passes over them"
+            if gain.sure:
+                return judged(figure)
+    if gain.mean > 2 * gain.error or max(gain.mean, 0.0) + 2 * gain.error > small:
+        raise Unjudged(f"{figure}: too few to tell{more}")
+    lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if count < steps else ""
+    if not lacks and rare is not None and rare < needed // 2:
+        figure, lacks = f"{figure}, of which {rare} are not of the most frequent class", f"{needed // 2} of these"
+    return judged(figure + f"; with {lacks} this would be a fault{more}" * bool(lacks), "labels_carry_nothing", sure=not lacks)
+
+
+class _Gain(NamedTuple):
+    """By how much the loss is lower with true labels than with shuffled ones."""
+
+    mean: float
+    error: float
+    """Its standard error."""
+    usual: float
+    """The loss with shuffled labels, above the least that these targets allow."""
+
+    @classmethod
+    def of(cls, true: Sequence[float], other: Sequence[float], least: float) -> "_Gain":
+        gains = [second - first for first, second in zip(true, other, strict=False)]
+        return cls(statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains)), abs(statistics.fmean(other) - least))
+
+    @property
+    def sure(self) -> bool:
+        return self.mean > 3 * self.error and self.mean > 0.01 * self.usual
+
+    def __str__(self) -> str:
+        lower, about = (units.percent(value / (self.usual or math.inf)) for value in (self.mean, 2 * self.error))
+        return f"{lower} (± {about})"
+
+
+def _labelled(
+    training: Training, line: Line, batches: Iterable[Any], *, shuffled: bool, passes: int = 1
+) -> tuple[list[float], int, list[Tensor]]:
+    """The losses of the last pass over the batches, how many calls of losses the shuffling has changed, and the targets.
+
+    Each pass shuffles the labels in the same way, so that they can be learnt by heart as true ones can.
+    """
+    order = torch.Generator()
+    watched = Watched(training.models, shuffle=order if shuffled else None)
+    losses, targets = list[float](), list[Tensor]()
+    with watched.on():
+        for number in range(1, passes + 1):
+            order.manual_seed(1)
+            losses.clear()
+            for batch in batches:
+                losses.append(loss_value(training.step(batch)))
+                latest = [_kept(call) for call in watched.losses]
+                targets = [*(targets[-4:] if any(map(torch.is_floating_point, latest)) else targets), *latest]
+                watched.losses.clear()
+                line.say(f"learning from {'shuffled' if shuffled else 'true'} labels, pass {number}, step {len(losses)}")
+                if line.left <= 0:
+                    return losses, watched.moved, targets
+    return losses, watched.moved, targets
+
+
+def _kept(call: LossCall) -> Tensor:
+    """Its targets, as bool if they are labels of 0 and 1."""
+    labels = call.target.bool()
+    return labels if call.name.startswith("binary") and bool((labels == call.target).all()) else call.target
+
+
+def not_finite(batch: Any) -> int:
+    """How many values in a batch are NaN or infinite."""
+    return sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors_of(batch) if tensor.is_floating_point())
 
 
 def _counts(call: LossCall, targets: Sequence[Tensor]) -> Tensor | None:
-    """How many of the targets are of each class; None = they are no classes."""
-    if call.name not in ("cross_entropy", "nll_loss") or any(map(torch.is_floating_point, targets)):
-        return None
+    """How many of the targets are of each class, or are 0 and 1; None = they are neither."""
     known = torch.cat([part.flatten() for part in targets])
+    if known.dtype == torch.bool:
+        return torch.stack([(~known).sum(), known.sum()])
+    if call.name not in ("cross_entropy", "nll_loss") or known.is_floating_point():
+        return None
     return known[(known != call.options.get("ignore_index", -100)) & (known >= 0)].bincount(minlength=1)
 
 
