@@ -239,13 +239,6 @@ def _turned(one: Tensor, other: Tensor) -> float:
     return float((one / one.norm() - other / other.norm()).norm())
 
 
-def _same_units(part: nn.Module) -> Iterator[Tensor]:
-    """Its matrices whose rows, one for each unit, are all equal."""
-    for weight in part.parameters(recurse=False) if not isinstance(part, nn.Embedding | nn.EmbeddingBag) else ():
-        if weight.ndim > 1 and len(weight) > 1 and bool((weight == weight[:1]).all()):
-            yield weight
-
-
 def _unregistered(model: nn.Module, known: set[int]) -> Iterator[str]:
     """Names of modules in plain lists, tuples and dictionaries with gradients of weights that are not known."""
     for path, part in model.named_modules():
@@ -321,7 +314,9 @@ def observe(training: Training, *, seconds: float = math.inf) -> Seen:
             one.remove()
     now = [float(weight.detach().double().norm()) for weight in weights]
     seen.changed = {id(weight) for weight, old, new in zip(weights, sizes, now, strict=True) if old != new}
-    seen.same_units = {id(weight) for model in training.models for part in model.modules() for weight in _same_units(part)}
+    layers = [part for model in training.models for part in model.modules() if not isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    matrices = [weight for part in layers for weight in part.parameters(recurse=False) if weight.ndim > 1 and len(weight) > 1]
+    seen.same_units = {id(weight) for weight in matrices if bool((weight == weight[:1]).all())}
     held = {id(weight) for optimizer in training.optimizers for group in optimizer.param_groups for weight in group["params"]}
     if held:
         known = held | {id(weight) for weight in weights}

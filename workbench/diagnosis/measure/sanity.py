@@ -157,18 +157,8 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     if not faults:
         return judged(f"all {count} parameters get one")
     order = (
-        *(
-            "nonfinite_gradient",
-            "gradients_add_up",
-            "never_stepped",
-            "detached",
-            "frozen",
-            "unused",
-            "zero_gradient",
-            "not_in_optimizer",
-            "same_units",
-        ),
-        "cancelled_bias",
+        *("nonfinite_gradient", "gradients_add_up", "never_stepped", "detached", "frozen", "unused"),
+        *("zero_gradient", "not_in_optimizer", "same_units", "cancelled_bias"),
     )
     cause = min(faults, key=order.index)
     names = faults[cause]

@@ -195,7 +195,11 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     count, took = len(true), time.monotonic() - began
     more = ": give a larger budget_s" if line.left <= 0 else more
     if moved < len(other) / 2:
-        return _same_targets(seen, targets)
+        values = torch.cat([target.flatten().double() for target in targets])
+        if len(seen.watched.losses) == len(seen.batches) and len(values) > 1 and bool((values == values[0]).all()):
+            return judged(f"all {len(values)} targets of {len(targets)} batches are {values[0]:g}", "constant_targets")
+        # as those of a GAN, of which each call has targets that are all equal
+        raise Unjudged("the targets of most batches are all the same, so that shuffling changes nothing: is the data sorted by class?")
     broken = next((step for step, losses in enumerate(zip(true, other, strict=False)) if not all(map(math.isfinite, losses))), None)
     if broken is not None:
         if bad := not_finite(batches[broken]):
@@ -333,11 +337,3 @@ def _of_constant(call: LossCall, targets: Sequence[Tensor]) -> float:
         best = best.clamp(1e-6, 1 - 1e-6).logit()
     options = {name: value for name, value in call.options.items() if name in ("delta", "beta")}
     return LossCall(call.name, best.expand_as(known), known, options).mean()
-
-
-def _same_targets(seen: Seen, targets: Sequence[Tensor]) -> Check:
-    """What it means that shuffling has changed no target: all are equal, or all of a call are, as those of a GAN."""
-    values = torch.cat([target.flatten().double() for target in targets])
-    if len(seen.watched.losses) == len(seen.batches) and len(values) > 1 and bool((values == values[0]).all()):
-        return judged(f"all {len(values)} targets of {len(targets)} batches are {values[0]:g}", "constant_targets")
-    raise Unjudged("the targets of most batches are all the same, so that shuffling changes nothing: is the data sorted by class?")

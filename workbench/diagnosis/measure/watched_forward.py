@@ -177,11 +177,6 @@ class Watched(TorchFunctionMode):
             used = (output if isinstance(module, NORMALISATIONS) else data[0]).detach().double()
             self.scales[place] = float(used.square().mean().sqrt()), float(used.std())
 
-    @property
-    def place(self) -> str:
-        """The name of the module that runs."""
-        return next((name for part in reversed(self._stack) if (name := self._names.get(part))), "")
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in LOSSES:
@@ -205,7 +200,7 @@ class Watched(TorchFunctionMode):
         return result
 
     def _count(self, result: Tensor) -> None:
-        place = self.place
+        place = next((name for part in reversed(self._stack) if (name := self._names.get(part))), "")
         number = self._relus[place] = self._relus.get(place, 0) + 1
         unit = 1 if result.ndim > 3 else result.ndim - 1
         active = (result > 0).any(dim=[dim for dim in range(result.ndim) if dim != unit])
