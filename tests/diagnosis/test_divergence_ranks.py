@@ -198,13 +198,13 @@ def test_micro_batches_of_a_model_that_returns_its_loss_differ_by_rounding() -> 
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("call", ["diverge", "diagnose"])
+@pytest.mark.parametrize("call", ["diverge", "diagnose", "measure_memory"])
 def test_a_rank_that_leaves_a_parameter_without_gradient_ends_an_experiment_with_its_error(tmp_path: Path, call: str) -> None:
     """The other rank waited in its backward, this one for what the ranks exchange, and nothing was known after the whole budget."""
     one = ONE.replace(task=f"{__file__}:uneven")
     two = one.replace(nproc_per_node=2, micro_batch=4)
     with pytest.raises(wb.RunError, match=r"(?s)Expected to have finished reduction.*find_unused_parameters=True"):
-        wb.diverge(one, two, budget_s=300, runs_dir=tmp_path) if call == "diverge" else wb.diagnose(two, budget_s=300, runs_dir=tmp_path)
+        getattr(wb, call)(*[one] * (call == "diverge"), two, budget_s=300, runs_dir=tmp_path)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from workbench.memory.measure.recorder import Recorder
 from workbench.programs.experiment import Assignment, progress_writer, run_program
 from workbench.runs.entrypoints import MEMORY
 from workbench.runs.task import label
+from workbench.train.sharding import check_reduced
 from workbench.train.trainer import Trainer
 
 
@@ -55,6 +56,7 @@ def record_memory(assignment: Assignment) -> dict[str, Any]:
                 borders.begin(recorder.step)
                 with recorder:
                     trainer.micro_step(batch, last=not left)
+            check_reduced(trainer.model)
             with recorder:
                 trainer.update()
             recorder.mark("end")
