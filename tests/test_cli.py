@@ -439,7 +439,7 @@ def test_the_examples_about_runs_and_traces_work(
     monkeypatch.chdir(tmp_path)
     before = by_hand(spec=RunSpec(task="text-gpt", micro_batch=16).to_json()).steps(20).losses(20).ended("finished").path
     after = by_hand(spec=RunSpec(task="text-gpt", micro_batch=32).to_json()).steps(20).losses(20).ended("finished").path
-    for path, name in ((before, "before"), (after, "after"), (after, "2026-01-31T12-00-00-train")):
+    for path, name in ((before, "before"), (after, "after"), (before, "before2"), (after, "after2"), (after, "2026-01-31T12-00-00-train")):
         (tmp_path / "runs" / name).symlink_to(path)
     (tmp_path / "budgets.toml").write_text('step = "+50 %"\n')
     write(tmp_path / "trace.json.gz", on_cpu())
@@ -464,7 +464,7 @@ def test_the_examples_about_runs_and_traces_work(
     assert "no loss stands out among its 20 steps" in capsys.readouterr().err
     assert "0 of" in shown("runs")
     assert main(["runs", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 5
+    assert len(json.loads(capsys.readouterr().out)) == 7
 
 
 def test_a_proof_of_a_resume_on_the_command_line(
