@@ -535,3 +535,30 @@ def test_the_model_is_not_kept_alive(look: str) -> None:
     model = looked_at(look)
     gc.collect()
     assert model() is None
+
+
+SPARSE = '''
+import torch
+import workbench as wb
+
+
+def build():
+    return wb.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(20_000, 16, sparse=True), torch.nn.Linear(16, 1)),
+        dataset=lambda: [torch.tensor([i, i + 1]) for i in range(64)],
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+    )
+'''
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_sparse_gradients_have_no_bucket(tmp_path: Path) -> None:
+    """Twice the memory of the tables was measured: a bucket of DDP for each, which it does not make."""
+    (tmp_path / "tables.py").write_text(SPARSE)
+    spec = wb.RunSpec(task=f"{tmp_path / 'tables.py'}:build", device="cpu", micro_batch=16)
+    found = measure_memory(spec, runs_dir=tmp_path, steps=3, budget_s=600)
+    predicted = wb.estimate_memory(spec, device="cpu")
+    assert found.largest["gradients"] < 0.1 * found.parameters
+    assert found.total == pytest.approx(predicted.total, rel=0.05)
+    assert wb.estimate_time(spec, device="H100").seconds > 0, "torch: nbytes is not defined for sparse tensors"

@@ -92,14 +92,16 @@ def _cut_short(assignment: Assignment, done: int, progress: Callable[[str, str],
 
 
 def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:
-    """Count DDP's buckets, as large as all gradients that it reduces: they live from its construction on, and no operator shows them.
+    """Count DDP's buckets, as large as all dense gradients that it reduces: they live from its construction on, and no operator shows them.
 
-    Those that are the gradients themselves, with `gradient_as_bucket_view`, are seen as gradients.
+    Those that are the gradients themselves, with `gradient_as_bucket_view`, are seen as gradients. Sparse ones have no bucket.
     """
     if not isinstance(trainer.model, DistributedDataParallel) or trainer.spec.gradient_as_bucket_view:
         return
     left_out = trainer.model.parameters_to_ignore  # divided experts
-    size = sum(weight.nbytes for name, weight in trainer.module.named_parameters() if weight.requires_grad and name not in left_out)
+    sparse = {id(part.weight) for part in trainer.module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse}
+    reduced = [weight for name, weight in trainer.module.named_parameters() if weight.requires_grad and name not in left_out]
+    size = sum(weight.nbytes for weight in reduced if id(weight) not in sparse)
     recorder.charge(size, "bucket", "DistributedDataParallel")
 
 

@@ -114,26 +114,37 @@ PICKS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "nl
 """Operators that read no more of each tensor than they write."""
 
 
+def _bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a sparse one those of its indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
 def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that the operator's CUDA kernels read and write: a tensor counts once for each kernel, or loop over long rows, that does."""
-    read = {id(leaf): leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    written: int = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    read = {id(leaf): _bytes_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    written: int = sum(_bytes_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
     if name in NOTHING:
         return 0
+    if sparse := sum(_bytes_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.layout != torch.strided):
+        return min(written, sparse) + sum(min(size, sparse) for size in read.values())  # of a dense one, the rows that it has
     if name in (*FILLS, "copy_"):
-        return written + (args[1].nbytes if name == "copy_" else 0)
+        return written + (_bytes_of(args[1]) if name == "copy_" else 0)
     if name in ("_foreach_zero_", "_foreach_copy_"):
-        return sum(leaf.nbytes for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
+        return sum(_bytes_of(leaf) for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
     if name.removesuffix("_") in PUTS:
         whole, given = args[0], [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
         adds = "add" in name or "reduce" in name or ("index_put" in name and (kwargs.get("accumulate") or args[3:4] == (True,)))
-        touched = min(whole.nbytes, max(leaf.numel() for leaf in given) * whole.element_size())
-        return int(sum(leaf.nbytes for leaf in given) + touched * (2 if adds else 1) + (0 if name.endswith("_") else 2 * whole.nbytes))
+        touched = min(_bytes_of(whole), max(leaf.numel() for leaf in given) * whole.element_size())
+        return int(
+            sum(_bytes_of(leaf) for leaf in given) + touched * (2 if adds else 1) + (0 if name.endswith("_") else 2 * _bytes_of(whole))
+        )
     if name in PICKS:
         return written + sum(min(size, written) for size in read.values())
     if ("_foreach" in name or "_fused" in name) and not written:  # lists in place; a fused optimizer leaves its gradients as they are
         changed = args[:1] if "_foreach" in name else (args[0], args[2:5])
-        written = sum(leaf.nbytes for leaf in tree_leaves(changed) if isinstance(leaf, Tensor))
+        written = sum(_bytes_of(leaf) for leaf in tree_leaves(changed) if isinstance(leaf, Tensor))
     return sum(read.values()) + written + _again(name, args)
 
 
