@@ -537,7 +537,7 @@ def test_the_model_is_not_kept_alive(look: str) -> None:
     assert model() is None
 
 
-SPARSE = '''
+SPARSE = """
 import torch
 import workbench as wb
 
@@ -549,7 +549,7 @@ def build():
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
     )
-'''
+"""
 
 
 @pytest.mark.usefixtures("forked_ranks")
