@@ -165,6 +165,56 @@ def test_a_planted_fault_is_named(name: str) -> None:
     assert found.advice == CAUSES[cause]
 
 
+def masked_places(x: Tensor) -> Tensor:
+    """As a masked autoencoder: a random order says which are left out."""
+    return x * torch.ones_like(x).scatter(1, torch.rand(x.shape).argsort(1)[:, :8], 0.0)
+
+
+def flow(x: Tensor) -> Tensor:
+    """As flow matching: random times, and noise."""
+    times = torch.rand(len(x), 1)
+    return x * (1 - times) + times * torch.randn_like(x)
+
+
+def stochastic_depth(x: Tensor) -> Tensor:
+    return x * (0.7 + torch.rand(len(x), 1)).floor_()
+
+
+def attention_dropout(x: Tensor) -> Tensor:
+    keys = x[:, None] * torch.arange(1, 5)[:, None]
+    return F.scaled_dot_product_attention(x[:, None], keys, keys, dropout_p=0.3)[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("draw", "passed", "calls"),
+    [
+        (masked_places, None, "torch.rand"),
+        (lambda x: x[:, torch.randperm(32)], None, "torch.randperm"),
+        (flow, None, "torch.randn_like"),
+        (F.gumbel_softmax, None, "torch.gumbel_softmax"),
+        (lambda x: x * (torch.rand(x.shape) < 0.7), False, ""),
+        (stochastic_depth, False, ""),
+        (lambda x: x * torch.empty(len(x), 1).bernoulli_(0.7) + 0 * torch.randn(1), False, ""),
+        (lambda x: F.dropout(x + torch.randn_like(x), 0.3), False, ""),
+        (attention_dropout, False, ""),
+    ],
+)
+def test_what_is_drawn_on_purpose_in_evaluation_is_only_doubtful(draw: Callable[[Tensor], Tensor], passed: bool | None, calls: str) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(draw(self.body(x)))
+            return logits
+
+    found = checked(task(Draws), "modes")["modes"]
+    assert (found.passed, found.cause) == (passed, "random_in_eval"), found
+    assert ("calls" in found.figure) == bool(calls)
+    assert found.figure.endswith(calls)
+
+
 def test_layers_that_are_not_registered_are_doubtful() -> None:
     """What runs without gradients, as a teacher does, may be kept in a list, and so may a fixed network whose gradients are not used."""
     found = checked(task(PlainList), "gradient flow")["gradient flow"]

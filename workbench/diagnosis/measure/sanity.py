@@ -326,8 +326,9 @@ def _modes(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -
     place, change = _first_change(before, after, 1e-6)
     if change > 1e-6:
         figure = f"two forwards in evaluation mode differ by {change:.2g}"
-        if watched.noise and not watched.dropped:
-            return judged(f"{figure}: the model calls {watched.noise[0]}", "random_in_eval", place, sure=False)
+        meant = watched.noise or ([] if watched.compared else watched.uniform)
+        if meant and not watched.dropped:
+            return judged(f"{figure}: the model calls {meant[0]}", "random_in_eval", place, sure=False)
         return judged(figure, "random_in_eval", place)
     figure = "two forwards in evaluation mode are equal"
     if training.evaluate:

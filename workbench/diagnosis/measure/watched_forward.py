@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,19 @@ LOSSES: dict[Any, str] = {
 }
 ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 """Losses that compare numbers, and broadcast outputs and targets of different shapes."""
-NOISE = {torch.randn, torch.randn_like, torch.normal, Tensor.normal_}
-"""What a model calls to draw noise on purpose, as a variational autoencoder does."""
-DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, torch.bernoulli, torch.rand, torch.rand_like}
+NOISE = {
+    *(torch.randn, torch.randn_like, torch.normal, Tensor.normal_, F.gumbel_softmax, Tensor.exponential_, torch.multinomial),
+    *(torch.randint, torch.randint_like, torch.randperm),
+}
+"""What a model calls to draw on purpose: noise, as a variational autoencoder does, times of a diffusion, or an order of places to mask."""
+UNIFORM = {torch.rand, torch.rand_like, Tensor.uniform_}
+"""What draws times or an order as well, or, where its numbers are compared with a probability, a dropout by hand."""
+COMPARISONS = {"lt", "le", "gt", "ge", "less", "greater", "floor", "floor_", "item", "__float__"}
+"""Names of functions that make a dropout of numbers between 0 and 1."""
+DROPOUTS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout, F.scaled_dot_product_attention),
+    *(torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_),
+}
 NORMALISE = {F.normalize, F.cosine_similarity}
 """What makes logits that are cosines."""
 SHAPES = (
@@ -130,6 +141,11 @@ class Watched(TorchFunctionMode):
         """Calls of losses in which the shuffling has changed a target."""
         self.noise: list[str] = []
         """Functions of `NOISE` that were called."""
+        self.uniform: list[str] = []
+        """Those of `UNIFORM`."""
+        self.compared = False
+        """Whether their numbers went into one of `COMPARISONS`."""
+        self._drawn: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.normalises = False
         """Whether one of `NORMALISE` was called."""
         self.dropped = False
@@ -190,11 +206,16 @@ class Watched(TorchFunctionMode):
             options = {name: value for name, value in given.items() if name not in ("input", "target")}
             self.losses.append(LossCall(LOSSES[func], given["input"].detach(), target, options, _source(given["input"])))
             return func(*bound.args, **bound.kwargs)
-        if func in NOISE:
-            self.noise.append(f"{'Tensor' if func is Tensor.normal_ else 'torch'}.{func.__name__}")
+        if func in NOISE or func in UNIFORM:
+            calls = self.noise if func in NOISE else self.uniform
+            calls.append(f"{'Tensor' if func.__name__.endswith('_') else 'torch'}.{func.__name__}")
         self.normalises = self.normalises or func in NORMALISE
         self.dropped = self.dropped or (func in DROPOUTS and _active(func, args, kwargs))
         result = func(*args, **kwargs)
+        drawn = any(isinstance(given, Tensor) and id(given) in self._drawn for given in args)
+        self.compared = self.compared or (drawn and func.__name__ in COMPARISONS)
+        if func in UNIFORM or (drawn and func.__name__ in ("add", "add_", "sub", "__rsub__")):  # as 0.9 + torch.rand(…), rounded down
+            self._drawn[id(result)] = result
         if func in RELUS and result.ndim > 1:
             self._count(result.detach())
         return result
@@ -210,7 +231,9 @@ class Watched(TorchFunctionMode):
 
 
 def _active(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a dropout is in training mode; other functions always draw."""
+    """Whether a dropout is in training mode, or attention has one; other functions always draw."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if "dropout" not in func.__name__:
         return True
     given = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
