@@ -828,9 +828,22 @@ def bucket_sizes(written: Callable[..., Any]) -> None:
                 open_ = 0
         return [*buckets, open_] if open_ else buckets
 
-    cases = [{"sizes": [4, 4, 4, 4], "cap": 8}, {"sizes": [5, 1, 2, 9], "cap": 8}, {"sizes": [3], "cap": 8}]
+    cases = [{"sizes": sizes, "cap": 8} for sizes in ([4, 4, 4, 4], [5, 1, 2, 9], [3], [3, 3, 3, 3])]
     because = "the last layers' gradients are complete first, so they are sent while the first layers still compute."
     _judge(written, truth, cases, because, "Go from the last to the first, and close a bucket as soon as it holds `cap` or more.")
+
+
+def _never_above(sizes: Sequence[int], cap: int) -> list[int]:
+    """Buckets that are closed before they would hold more than `cap`."""
+    buckets = [0]
+    for size in reversed(sizes):
+        if buckets[-1] and buckets[-1] + size > cap:
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
+bucket_sizes.wrong = (_never_above,)  # type: ignore[attr-defined]
 
 
 def sent(written: Callable[..., Any]) -> None:

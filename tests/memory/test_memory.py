@@ -561,4 +561,4 @@ def test_sparse_gradients_have_no_bucket(tmp_path: Path) -> None:
     predicted = wb.estimate_memory(spec, device="cpu")
     assert found.largest["gradients"] < 0.1 * found.parameters
     assert found.total == pytest.approx(predicted.total, rel=0.05)
-    assert wb.estimate_time(spec, device="H100").seconds > 0, "torch: nbytes is not defined for sparse tensors"
+    assert wb.estimate_time(spec, device="H100").seconds.mid > 0, "torch: nbytes is not defined for sparse tensors"

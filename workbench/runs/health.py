@@ -122,7 +122,7 @@ def health(run: Run | str | os.PathLike[str]) -> Health:
     faults += growing_besides(losses, faults)
     faults += exploding(files.read(run_directory.noise_file(0))) or exploding(files.read(run_directory.GRADIENTS)) or exploding(metrics)
     faults += slow_ranks(timelines) + changes(rows)
-    faults = [dataclasses.replace(fault, hint=_beside(run.spec, fault.hint)) for fault in faults]
+    faults = [dataclasses.replace(fault, hint=_beside(run.spec, fault)) for fault in faults]
     faults.sort(key=lambda fault: (fault.kind == "slow rank", -1 if fault.step is None else fault.step))
     no_loss = "" if losses or not isinstance(run.spec, ScriptSpec) else NO_LOSS
     unsaved = [note for note in run.notes if "could not be" in note and "checkpoint" in note][-1:]
@@ -155,7 +155,8 @@ def not_finite(losses: Sequence[tuple[int, float]], rows: Mapping[int, Sequence[
     weights = next((words for _, _, words in sorted(first) if words), "")
     who = "" if not rows or len(ranks) == len(rows) else f", on rank {', '.join(map(str, ranks))}"
     message = f"the loss is NaN or infinite from step {step} on{who}" + (f"; soon after, {weights}" if weights else "")
-    hint = "a smaller learning rate, a warm-up, clip_grad_norm=1.0, or precision='amp_bf16'; on one rank only, look at its samples"
+    hint = "a smaller learning rate, a warm-up, clip_grad_norm=1.0, or precision='amp_bf16'"
+    hint += "; on one rank only, look at its samples" * bool(who)
     return [Fault(kind="not finite", step=step, rank=ranks[0] if who else None, message=message, hint=hint)]
 
 
@@ -226,15 +227,18 @@ def _higher_losses(events: Sequence[AlarmEvent], ranks: int) -> list[Fault]:
     return faults
 
 
-def _beside(spec: RunSpec | ScriptSpec, hint: str) -> str:
-    """A hint that does not name what the run has already."""
+def _beside(spec: RunSpec | ScriptSpec, fault: Fault) -> str:
+    """A hint that does not name what the run has already, and that names `replay` where it may say more."""
+    hint = fault.hint
     if not isinstance(spec, RunSpec):
         return hint
     if spec.clip_grad_norm is not None:
         hint = hint.replace("clip_grad_norm=1.0", f"a clip_grad_norm below {spec.clip_grad_norm:g}")
     if spec.warmup_steps:
         hint = hint.replace("a warm-up", "a longer warm-up")
-    return hint if spec.precision == "amp_fp16" else hint.replace(", or precision='amp_bf16'", "")
+    hint = hint if spec.precision == "amp_fp16" else hint.replace(", or precision='amp_bf16'", "")
+    again = "; wb.replay(run) repeats the step, and says whether it was the data, the rate or the numerics"
+    return hint + again * (fault.kind == "not finite")
 
 
 def new_faults(run: Run) -> list[Fault]:
