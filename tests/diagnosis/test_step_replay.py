@@ -163,8 +163,30 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         return (points[place] for place in range(COUNT))
 
 
+def as_sets(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Joins samples as graphs are joined: each is one to three rows, and `of` says to which sample a row belongs."""
+    sizes = torch.tensor([1 + int(label) + int(inputs[0] > 0) for inputs, label in samples])
+    rows = torch.stack([inputs for inputs, _ in samples]).repeat_interleave(sizes, 0)
+    of = torch.arange(len(samples)).repeat_interleave(sizes)
+    return {"rows": rows, "of": of, "labels": torch.stack([label for _, label in samples]), "n": len(samples)}
+
+
+def classify_sets(model: nn.Module, batch: Any) -> Tensor:
+    sums = torch.zeros(batch["n"], WIDTH, dtype=batch["rows"].dtype).index_add(0, batch["of"], batch["rows"])
+    return F.cross_entropy(model(sums), batch["labels"])
+
+
+def classify_full(model: nn.Module, batch: Any) -> Tensor:
+    """For batches of one size only."""
+    return F.cross_entropy(model(batch[0].view(BATCH, WIDTH)), batch[1])
+
+
+nan_in_set = functools.partial(planted, math.nan, collate=as_sets, loss=classify_sets)
+far_in_set = functools.partial(planted, 80.0, collate=as_sets, loss=classify_sets, model=linear)
+nan_in_full = functools.partial(planted, math.nan, loss=classify_full)
 steep_sample = functools.partial(planted, 80.0, loss=weighted)
 streamed = functools.partial(planted, dataset=Stream)
+streamed_sets = functools.partial(planted, dataset=Stream, collate=as_sets, loss=classify_sets)
 never_finite = functools.partial(planted, loss=lambda model, batch: classify(model, batch) * math.nan)
 
 
@@ -339,6 +361,25 @@ def test_the_samples_of_a_stream_are_places_in_the_batch(tmp_path: Path, alone: 
     found = wb.replay(trained(tmp_path / "run", alone, "streamed"))
     assert (found.verdict, found.step, found.samples) == ("data", BAD, (3,)), found
     assert "a stream has no indices: samples are counted from 0 in the batch of the step" in str(found)
+
+
+@pytest.mark.parametrize(("task", "accumulation"), [("nan_in_set", 1), ("far_in_set", 2)])
+def test_a_bad_sample_is_named_where_the_collate_joins_samples(tmp_path: Path, alone: Ranks, task: str, accumulation: int) -> None:
+    """A graph's nodes have rows, and not the graph: what is left of a batch is collated anew."""
+    found = wb.replay(trained(tmp_path / "run", alone, task, accumulation=accumulation), BAD // accumulation)
+    assert (found.verdict, found.samples) == ("data", (samples_of(BAD)[3],)), found
+    assert "the task raised" not in str(found)
+
+
+def test_samples_that_cannot_be_left_out_are_not_blamed_on_the_task(tmp_path: Path, alone: Ranks) -> None:
+    found = wb.replay(trained(tmp_path / "stream", alone, "streamed_sets"))
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, ()), found
+    assert "no sample was left out: the batch has no entry for each of its samples" in str(found)
+    assert "the task raised" not in str(found)
+    found = wb.replay(trained(tmp_path / "full", alone, "nan_in_full"))
+    assert (found.verdict, found.step, found.samples) == ("data", BAD, (samples_of(BAD)[3],)), found
+    assert "without a sample, the task raised RuntimeError (shape '[8, " in str(found), found
+    assert "counts as not finite" not in str(found)
 
 
 def test_code_that_has_changed_since_is_named_where_the_losses_differ(

@@ -53,17 +53,6 @@ def _map(function: Callable[[Any], Any], batch: Any, whole: Callable[[Any], Any]
     return function(batch)
 
 
-def without_sample(batch: Any, left_out: int, count: int) -> Any:
-    """The batch of `count` samples without the one of the number `left_out`, counted from 0."""
-
-    def rest(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or len(tensor) != count:
-            return tensor
-        return tensor[torch.arange(count, device=tensor.device) != left_out]
-
-    return map_tensors(rest, batch)
-
-
 def tensors_of(batch: Any) -> list[Tensor]:
     """All tensors of a batch, those in objects that are no container (a PackedSequence, a graph) included."""
     tensors: list[Tensor] = []

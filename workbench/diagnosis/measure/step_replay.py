@@ -28,13 +28,12 @@ from workbench.diagnosis.analysis.step_replay import (
     text,
 )
 from workbench.diagnosis.measure.divergence import doubled, in_fp64
-from workbench.harness.batches import tensors_of, without_sample
+from workbench.diagnosis.measure.step_batches import Place, StepBatches
 from workbench.harness.restore import process_settings
 from workbench.runs.errors import is_out_of_memory
 from workbench.runs.restarts import checkpoints_of, step_of
 from workbench.runs.spec import AUTO, RunSpec
 from workbench.runs.task import resolve
-from workbench.timeline.loops import samples_in
 from workbench.train import checkpoint_file
 from workbench.train.checkpoints import part_path
 from workbench.train.loader import build_loader, micro_batches
@@ -55,8 +54,10 @@ LATER = 4
 """Batches of later steps among which they are chosen."""
 RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 """Factors of the learning rate that are tried where a tenth is too large, too."""
-ALONE = 256
-"""Most samples of a step that are left out one at a time."""
+JOINED = (
+    "no sample was left out: the batch has no entry for each of its samples, and cannot be collated anew (they are those of a stream, or "
+    "the dataset gives other ones each time)"
+)
 PLACES = "a stream has no indices: samples are counted from 0 in the batch of the step"
 
 
@@ -77,6 +78,7 @@ class Replayer:
     def __init__(self, run_dir: Path, spec: RunSpec, before: int, time_left: Callable[[], float]) -> None:
         """It starts from a checkpoint earlier than the step `before`, at best `BACK` steps."""
         self.notes: list[str] = []
+        self.errors: list[str] = []
         device, self.time_left = choose_device(whole(spec).replace(nproc_per_node=1), 0, 1), time_left
         folder = run_dir / run_directory.CHECKPOINTS
         steps = [step_of(path) for path in checkpoints_of(run_dir)]
@@ -111,6 +113,7 @@ class Replayer:
                 seed_all(self.trainer.resumed_seed(self.done, number))
                 state["random"][number * split] = random_state(device)  # as the run went on, whose ranks had other parts of the work
             self._random = [state["random"].get(rank * split, known) for rank, known in enumerate(self._random)]
+        self.loaders = loaders
         self._samples = [StepSamples(loader, spec.accumulation) for loader in loaders]
         self._streams = [
             micro_batches(loader, spec.accumulation, rank, self.done, self.notes.append, ready=self._restore(number))
@@ -182,7 +185,8 @@ class Replayer:
         except Exception as error:
             if is_out_of_memory(error):  # replaying takes more memory than the run did
                 raise
-            self.notes.append(f"the task raised {type(error).__name__} ({error!s:.200}): a loss that is not computed counts as not finite")
+            self.errors.append(f"{type(error).__name__} ({error!s:.200})")
+            self.notes.append(f"the task raised {self.errors[-1]}: a loss that is not computed counts as not finite")
 
     def begin(self, taken: Taken) -> None:
         """Put the weights, optimizer and random numbers back to those before a step."""
@@ -377,7 +381,7 @@ class _Judge:
                 also["learning rate"] = f"updates are too large as well, since {rise}"
             if not plain.finite and higher.finite:
                 also["numerics"] = f"it overflows as well, since {in_higher}"
-            samples = _blamed(self.player, self.taken, self.others, here.ordinary, self.trials, self.say)
+            samples = self._blamed(here.ordinary)
             return self._result("data", "; ".join(also.values()), samples=samples, also=list(also))
         if here.worse(plain.others):
             return self._update([self.taken], here, plain, higher, slower)
@@ -431,6 +435,29 @@ class _Judge:
         self.trials = [*self.trials[:-1], plain, higher, slower, self.trials[-1]]
         return self._update(window, usual, plain, higher, slower)
 
+    def _blamed(self, ordinary: Callable[[Trial], bool]) -> list[int]:
+        """The samples without which the step is an ordinary one; empty = it takes more than a few, or they cannot be left out."""
+        player, taken, spec = self.player, self.taken, self.player.spec
+        loaders = [loader for loader in player.loaders for _ in range(spec.accumulation)]
+        batches = StepBatches(
+            taken.batches, taken.samples, loaders, int(spec.micro_batch), collated=player.trainer.task.collate is not None
+        )
+        notes, before = list(player.notes), len(player.errors)
+
+        def trial(out: Sequence[Place], changed: Sequence[Any]) -> Trial:
+            name = f"without sample {', '.join(str(batches.number(place)) for place in out)}"
+            self.say(name)
+            return player.trial(name, [taken], self.others, batches=changed)
+
+        blame = batches.blame(trial, ordinary, player.time_left)
+        player.notes[:] = notes  # the step as it was has said what it raised
+        if blame.unknown:
+            player.notes.append(JOINED)
+        if blame.none_finite and len(errors := set(player.errors[before:]) - set(player.errors[:before])) == 1:
+            player.notes.append(f"without a sample, the task raised {errors.pop()}")
+        self.trials += blame.trials
+        return [batches.number(place) for place in blame.places]
+
     def _result(self, verdict: str, why: str = "", *, samples: Sequence[int] = (), also: Sequence[str] = ()) -> StepReplay:
         return StepReplay(
             run=str(self.run_dir),
@@ -446,52 +473,3 @@ class _Judge:
             also=tuple(also),
             notes=tuple(dict.fromkeys([*self.player.notes, *[PLACES] * (bool(samples) and not self.taken.samples)])),
         )
-
-
-def _blamed(
-    player: Replayer,
-    taken: Taken,
-    others: Sequence[Sequence[Any]],
-    ordinary: Callable[[Trial], bool],
-    trials: list[Trial],
-    say: Callable[[str], object],
-) -> list[int]:
-    """The samples without which the step is an ordinary one; empty = it takes more than a few."""
-    batches, blamed = list(taken.batches), list[int]()
-    counts = [samples_in(batch, player.spec.micro_batch) or 0 for batch in batches]
-    numbers = [list(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
-    if sum(counts) > ALONE or min(counts) < 2:
-        return []
-    for _ in range(4):
-        best: tuple[tuple[bool, float], int, int, Trial] | None = None
-        for part, place in ((part, place) for part, left in enumerate(numbers) for place in range(len(left)) if len(left) > 1):
-            if player.time_left() <= 0:
-                return []
-            number = numbers[part][place]
-            index = taken.samples[number] if number < len(taken.samples) else number
-            say(f"without sample {index}")
-            changed = [without_sample(batch, place, len(numbers[part])) if at == part else batch for at, batch in enumerate(batches)]
-            trial = player.trial(f"without sample {', '.join(map(str, [*blamed, index]))}", [taken], others, batches=changed)
-            loss = math.inf if math.isnan(trial.loss) or math.isnan(trial.gradient) else trial.loss
-            score = (not ordinary(trial), loss)  # a sample may stand out by its gradient alone
-            if best is None or score < best[0]:
-                best = (score, part, place, trial)
-        if best is None:
-            return []
-        score, part, place, trial = best
-        if math.isinf(score[1]):  # several are not finite: those that are not by themselves
-            rows = [
-                (part, place)
-                for part, left in enumerate(numbers)
-                for place in range(len(left))
-                if not all(bool(torch.isfinite(t[place]).all()) for t in tensors_of(batches[part]) if t.ndim and len(t) == len(left))
-            ]
-            return [taken.samples[numbers[part][place]] if taken.samples else numbers[part][place] for part, place in rows]
-        number = numbers[part].pop(place)
-        batches[part] = without_sample(batches[part], place, len(numbers[part]) + 1)
-        blamed.append(taken.samples[number] if number < len(taken.samples) else number)
-        trials.append(trial)
-        if ordinary(trial):
-            return blamed
-    del trials[-4:]
-    return []
