@@ -76,6 +76,32 @@ class Language(nn.Module):
         return logits
 
 
+class OwnLoss(nn.Module):
+    """It shifts the tokens and computes its loss itself."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.net = Language(causal=causal)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return next_token(self.net, (tokens,))
+
+
+class Stateful(nn.Module):
+    """Each call goes on from the hidden state of the last one, as in truncated backpropagation through time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(WORDS, 16), nn.GRU(16, 32, batch_first=True), nn.Linear(32, WORDS)
+        self.state: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, state = self.layer(self.words(tokens), None if self.state is None or self.state.shape[1] != len(tokens) else self.state)
+        self.state = state.detach()
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
 def next_token(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
 
@@ -153,6 +179,11 @@ FAULTS: dict[str, tuple[wb.Task, str, str]] = {
     "shuffled labels": (task(data=lambda: (points()[0], points()[1][torch.randperm(2048)])), "label alignment", "labels_carry_nothing"),
     "labels of the next sample": (task(data=lambda: (points()[0], points()[1].roll(1))), "label alignment", "labels_carry_nothing"),
     "targets that are not moved": (task(Language, own_token, sentences), "label alignment", "targets_are_inputs"),
+    "no causal mask, nor logits": (
+        task(lambda: OwnLoss(causal=False), lambda m, b: m(b[0]), sentences),
+        "label alignment",
+        "sees_its_targets",
+    ),
     "no causal mask": (task(lambda: Language(causal=False), next_token, sentences), "label alignment", "sees_its_targets"),
 }  # fmt: skip
 
@@ -382,6 +413,8 @@ SOUND: dict[str, tuple[wb.Task, tuple[str, ...]]] = {
     "a margin": (task(Margin, lambda m, b: F.cross_entropy(m(*b), b[1])), ("initial loss",)),
     "counts": (task(lambda: perceptron(1), counts), ("overfitting",)),
     "a loss below zero": (task(loss=likelihood), ("initial loss", "overfitting", "label alignment")),
+    "a hidden state that is kept": (task(Stateful, next_token, sentences), ("label alignment",)),
+    "a loss in the model": (task(lambda: OwnLoss(causal=True), lambda m, b: m(b[0]), sentences), ("label alignment",)),
     "language": (task(Language, next_token, sentences), ("gradient flow", "label alignment")),
 }
 
@@ -526,6 +559,19 @@ def test_a_later_batch_with_nan_is_named_rather_than_the_learning_rate() -> None
     alignment = found["label alignment"]
     assert (alignment.passed, alignment.cause) == (False, "nonfinite_inputs"), alignment
     assert "with batch 22, which has 1 such value" in alignment.figure
+
+
+def test_shuffled_targets_that_are_ruled_out_are_no_fault() -> None:
+    """As of a contrastive loss in which no sample is its own partner: shuffled, some are."""
+
+    def others(model: nn.Module, batch: Any) -> Tensor:
+        outputs, count = F.normalize(model(batch[0].repeat(2, 1) + 0.1 * torch.randn(64, WIDTH)), dim=1), 64
+        alike = (5 * outputs @ outputs.T).masked_fill(torch.eye(count, dtype=torch.bool), -torch.inf)
+        return F.cross_entropy(alike, torch.arange(count).roll(32))
+
+    found = checked(task(loss=others), "label alignment")["label alignment"]
+    assert (found.passed, found.cause) == (None, ""), found
+    assert "with shuffled labels alone" in found.figure
 
 
 def test_a_loss_that_becomes_negative_is_not_judged() -> None:

@@ -171,7 +171,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     if tokens == "next but one":
         return judged("each target is the token two positions after the last that the model may read", "shifted_twice")
     if tokens == "next" and reads_its_target(training, seen):
-        return judged("predictions of earlier tokens change with the last one that the model is given", "sees_its_targets")
+        return judged("predictions of earlier tokens change with a later one that they are to predict", "sees_its_targets")
     learns = done.get("overfitting")
     if learns is not None and learns.passed is False:
         raise Unjudged("the training does not even learn a few samples")
@@ -205,6 +205,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
         if bad := not_finite(batches[broken]):
             figure = f"the loss becomes NaN or infinite with batch {broken + 1}, which has {units.several(bad, 'such value')}"
             return judged(figure, "nonfinite_inputs")
+        if all(map(math.isfinite, true)):
+            raise Unjudged("the loss becomes NaN or infinite with shuffled labels alone")
         return judged(f"within {count} steps the loss becomes NaN or infinite", "rate_too_high", sure=False)
     if len(other) - count // 3 < 5:
         raise Unjudged(f"{count} steps are too few to tell{more}")

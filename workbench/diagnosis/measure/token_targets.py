@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from workbench.diagnosis.measure.checked_training import Seen, Training
+from workbench.diagnosis.measure.watched_forward import Watched
 from workbench.harness.batches import map_tensors, tensors_of
 from workbench.train.random_numbers import seed_all
 
@@ -47,28 +48,35 @@ def _tokens(seen: Seen) -> Tensor | None:
 
 @torch.no_grad()
 def reads_its_target(training: Training, seen: Seen) -> bool:
-    """Whether the predictions of earlier tokens change with the last one, which one of them is to predict.
+    """Whether the predictions of earlier tokens change with a later one, which one of them is to predict.
 
-    The model runs twice in evaluation mode, with equal random numbers. False where its outputs do not tell their positions.
+    The model runs three times in evaluation mode, with equal random numbers. False where neither its outputs nor what it gives to a loss
+    tell their positions, and where the same tokens do not give the same outputs, as in a model that keeps a state from call to call.
     """
     tokens = _tokens(seen)
     if tokens is None or not training.models or seen.watched.root is None:
         return False
     model = training.models[0].eval()
-    length = tokens.shape[1]
+    count, length = tokens.shape
+    place = length - 2  # a model that shifts its targets itself does not read the last token
     other = tokens.clone()
-    other[:, -1] = torch.where(tokens[:, -1] == tokens.max(), tokens.min(), tokens.max())
+    other[:, place] = torch.where(tokens[:, place] == tokens.max(), tokens.min(), tokens.max())
 
     def outputs(given: Tensor) -> list[Tensor]:
         args, kwargs = (map_tensors(lambda x: given if x is tokens else x, part) for part in _unlabelled(seen.watched.root))
         seed_all(0)
-        found = [x for x in tensors_of(model(*args, **kwargs)) if x.is_floating_point()]
-        return [x[:, : length - 1] for x in found if x.ndim > 2 and x.shape[:2] == tokens.shape]
+        with (watched := Watched([])):
+            found = [x for x in tensors_of(model(*args, **kwargs)) if x.is_floating_point() and x.shape[:2] == tokens.shape]
+        given_to_losses = [call.input.movedim(1, -1) for call in watched.losses if call.input.ndim > 1]
+        found += [x.reshape(count, -1, x.shape[-1]) for x in given_to_losses if x[..., 0].numel() in (count * length, count * (length - 1))]
+        return [x[:, :place].double() for x in found if x.ndim > 2]
 
-    return any(
-        float((before.double() - after.double()).abs().max()) > LEAK * float(before.abs().max())
-        for before, after in zip(outputs(tokens), outputs(other), strict=True)
-    )
+    before, again, after = outputs(tokens), outputs(tokens), outputs(other)
+
+    def differ(several: list[Tensor]) -> bool:
+        return any(float((old - new).abs().max()) > LEAK * float(old.abs().max()) for old, new in zip(before, several, strict=True))
+
+    return differ(after) and not differ(again)
 
 
 def _unlabelled(root: Any) -> tuple[list[Any], dict[str, Any]]:
