@@ -42,7 +42,7 @@ HOMES = {
     "msgspec": ("traces/analysis/", "runs/rank_steps.py"),
     "pandas": ("core/display/table.py",),
     "matplotlib": (*PLOT, "core/display/axes.py"),
-    "safetensors": ("train/export_weights.py", "train/saved_entries.py"),
+    "safetensors": ("train/export_weights.py", "train/saved_entries.py", "timeline/watch_script.py"),
     "ipywidgets": PANEL,
     "anywidget": PANEL,
     "traitlets": PANEL,

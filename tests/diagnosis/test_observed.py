@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -257,6 +258,68 @@ def test_stalls_have_the_name_and_the_settings_of_what_pauses(by_hand: Make) -> 
         " With Hugging Face's Trainer: TrainingArguments(eval_steps=…, per_device_eval_batch_size=…)."
     )
     assert stalled(0.05, before=0, framework="lightning").remedies[0].what.endswith("ModelCheckpoint(every_n_train_steps=…).")
+
+
+def saving(every: int, *, ranks: int = 1, waits: str = "backward", seconds: float = 0.02) -> list[list[dict[str, Any]]]:
+    """The rows of ranks of which the first saves a checkpoint every so many steps, and the others wait for it in a phase."""
+    saves = [i % every == every - 1 for i in range(120)]
+    first = [{"step": i, "samples": 8, **step(other=0.0005 + seconds * saved)} for i, saved in enumerate(saves)]
+    noted = [{"pause": ["checkpoint", seconds, i + 1, "train.py:41 main"]} for i, saved in enumerate(saves) if saved]
+    late = [False, *saves] if waits == "backward" else saves
+    more = [{"step": i, "samples": 8, **step(**{waits: step()[waits] + seconds * late[i]})} for i in range(120)]
+    return [[*first, *noted], *[more] * (ranks - 1)]
+
+
+def diagnosed(by_hand: Make, rows: list[list[dict[str, Any]]]) -> Diagnosis:
+    made = by_hand()
+    for rank, lines in enumerate(rows):
+        writer = run_directory.LineWriter(made.path / run_directory.rank_file(rank))
+        writer.write([{"rank": rank, "clock": "host"}, *lines])
+        writer.close()
+    return Diagnosis.of(observe(Run.load(made.ended("finished").path)))
+
+
+@pytest.mark.parametrize(("every", "often"), [(1, "in each step"), (2, "every 2 steps"), (5, "every 5 steps"), (10, "every 10 steps")])
+def test_checkpoints_are_named_however_often_they_are_saved(by_hand: Make, every: int, often: str) -> None:
+    """Every fifth step was called host-bound: nothing distinguishes such a step from one of two lengths, but that the saving was timed."""
+    d = diagnosed(by_hand, saving(every))
+    assert (d.verdict, d.cause) == ("stalled", "checkpoint")
+    assert f"A checkpoint is saved {often} ({110 // every} times in 110): 20.0 ms each time in train.py:41 main." in d.why
+    assert d.parts.seconds("stalls") == pytest.approx(0.02 / every)
+    assert d.parts.seconds("host") == pytest.approx(0.0005, rel=0.01)
+    assert d.parts.seconds("compute") == pytest.approx(0.018)
+    best = d.remedies[0]
+    assert best.what.startswith("Write checkpoints in the background")
+    assert "(train.py:41 main)" in best.what
+    assert best.speedup == pytest.approx(1 + 0.02 / every / 0.0205, rel=0.01)
+
+
+def test_checkpoints_that_are_seldom_saved_are_not_blamed(by_hand: Make) -> None:
+    d = diagnosed(by_hand, saving(20))
+    assert (d.verdict, d.cause) == ("compute-bound", "compute")
+    assert d.parts.seconds("stalls") == pytest.approx(0.02 * 6 / 110)
+
+
+@pytest.mark.parametrize("waits", ["backward", "other"])
+@pytest.mark.parametrize(("every", "ranks"), [(1, 2), (5, 2), (8, 4)])
+def test_ranks_that_wait_for_the_checkpoints_of_another(by_hand: Make, every: int, ranks: int, waits: str) -> None:
+    """In the next backward, or at a barrier. It was inconclusive, as the reduction of gradients lies in backward, too."""
+    d = diagnosed(by_hand, saving(every, ranks=ranks, waits=waits))
+    assert (d.verdict, d.cause) == ("stalled", "checkpoint")
+    assert "Rank 0 saves a checkpoint" in d.why
+    assert d.why.rstrip(".").endswith("and the other rank waits for it" if ranks == 2 else "and the other ranks wait for it")
+    assert d.parts.seconds("stalls") == pytest.approx(0.02 / every, rel=0.05)
+    assert d.parts.seconds("host") == pytest.approx(0.0005, rel=0.1)
+    assert d.parts.seconds("compute") == pytest.approx(0.018, rel=0.05)
+    assert "(train.py:41 main)" in d.remedies[0].what
+
+
+def test_ranks_that_save_checkpoints_at_the_same_time(by_hand: Make) -> None:
+    rows = saving(5) * 2
+    d = diagnosed(by_hand, rows)
+    assert (d.verdict, d.cause) == ("stalled", "checkpoint")
+    assert "A checkpoint is saved every 5 steps" in d.why
+    assert d.parts.seconds("stalls") == pytest.approx(0.02 / 5)
 
 
 def test_stalls_are_deducted_from_the_phase_in_which_they_lie(by_hand: Make) -> None:

@@ -3,13 +3,17 @@
 import contextlib
 import functools
 import gc
+import importlib.util
+import inspect
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +164,47 @@ def test_evaluations_and_checkpoints_inside_a_loop_are_noted(tmp_path: Path) -> 
     assert pauses(Evaluated(4, 2), by_loader=True) == [("checkpoint", 3), ("evaluation", 2)]
     assert pauses(torch.nn.Sequential(Evaluated(4, 2)), by_loader=True) == [("checkpoint", 3), ("evaluation", 2)]
     assert (torch.save, torch.nn.Module.eval, torch.nn.Module.train) == plain
+
+
+def test_each_checkpoint_is_noted_however_short_it_is_beside_a_step(tmp_path: Path) -> None:
+    """What is saved every few steps costs as much as what takes long now and then. Its wrapper is the function itself to all who look."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain = torch.save
+    with wb.watching() as watched:
+        assert (torch.save.__name__, inspect.signature(torch.save)) == ("save", inspect.signature(plain))
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+        for number, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=2)):
+            model(x).sum().backward()
+            optimizer.step()
+            time.sleep(0.05)
+            if number % 3 == 2:
+                torch.save([torch.zeros(10_000)] * 1000, tmp_path / "last.pt")
+    assert torch.save is plain
+    assert [(pause.kind, pause.after) for pause in watched.timeline.pauses] == [("checkpoint", 3 * i + 3) for i in range(4)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_are_noted_once_whatever_saves_them(tmp_path: Path) -> None:
+    """Also what is loaded only during the training, and what saves by torch.save itself."""
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain = dcp.save
+    savers: list[Callable[[], Any]] = [
+        lambda: dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True),
+        lambda: dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp2", no_dist=True),
+    ]
+    if importlib.util.find_spec("safetensors"):
+        savers.append(lambda: importlib.import_module("safetensors.torch").save_file(model.state_dict(), tmp_path / "a.safetensors"))
+    with wb.watching() as watched:
+        for number, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(8, 1000)), batch_size=2)):
+            model(x).sum().backward()
+            optimizer.step()
+            if number < len(savers):
+                savers[number]()
+    assert dcp.save is plain
+    assert [(pause.kind, pause.after) for pause in watched.timeline.pauses] == [("checkpoint", i + 1) for i in range(len(savers))]
 
 
 def test_a_pause_has_the_number_of_its_step_however_many_optimizers_a_step_has() -> None:

@@ -1,6 +1,7 @@
 """Measures the phases of an unedited script, by hooks on the loaders, models and optimizers that it uses."""
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -36,8 +37,19 @@ gone on to another model, or call only a part of one, so the parts of those know
 nearly all of it to list the 300,000 objects that live once torch is imported; the first one delays the first batch.)"""
 LOOPS_OF = {"transformers.trainer": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
 """How the name of the module begins that has a framework's training loop → the framework."""
-SHORTEST_PAUSE = 1e-3
-"""Seconds of an evaluation or a checkpoint below which it is not noted."""
+SHORTEST_PAUSE, SHORTEST_CHECKPOINT = 1e-3, 1e-4
+"""Seconds of an evaluation and of a checkpoint below which they are not noted."""
+SAVERS = {
+    "torch": "save",
+    "torch.distributed.checkpoint": "save",
+    "safetensors.torch": "save_file",
+    "transformers.modeling_utils": "PreTrainedModel.save_pretrained",
+    "transformers.trainer": "Trainer._save_checkpoint",
+    "accelerate.accelerator": "Accelerator.save_state",
+    "lightning.pytorch.trainer.trainer": "Trainer.save_checkpoint",
+    "pytorch_lightning.trainer.trainer": "Trainer.save_checkpoint",
+}
+"""Module → what saves checkpoints there. Calls are timed once the module is loaded; of calls inside each other, the outermost counts."""
 LEADER_RETIRES_AFTER = 10
 """After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
 
@@ -137,7 +149,11 @@ class ScriptWatcher:
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
         self._undo.callback(hooks.Patch(torch.nn.Module, "eval", self._wrap_eval).remove)
         self._undo.callback(hooks.Patch(torch.nn.Module, "train", self._wrap_train).remove)
-        self._undo.callback(hooks.Patch(torch, "save", self._wrap_save).remove)
+        with contextlib.suppress(Exception):  # whatever is wrong with it, the script will see that itself, if it uses it
+            import safetensors.torch  # noqa: F401  # 2 ms: so that a script that imports the function itself has the one that is timed
+        self._saves = False  # is a checkpoint being saved?
+        self._savers = {**SAVERS}  # those that are not timed yet
+        self._time_savers()
         self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
@@ -238,27 +254,40 @@ class ScriptWatcher:
     def _end_evaluation(self) -> None:
         if self._evaluation is not None and self._here:
             (began, after, line, _), self._evaluation = self._evaluation, None
-            self._paused(Pause("evaluation", time.perf_counter() - began, after, line))
+            self._evaluated(Pause("evaluation", time.perf_counter() - began, after, line))
 
-    def _paused(self, pause: Pause) -> None:
-        """Note a pause, if it is long beside a step: a training may evaluate in each step, to act before it learns."""
+    def _evaluated(self, pause: Pause) -> None:
+        """Note an evaluation, if it is long beside a step: a training may evaluate in each step, to act before it learns."""
         _, began, before = self._pass
         usual = (time.perf_counter() - began - pause.seconds) / max(1, self._steps - before - 1)  # with the pauses before
         if pause.seconds >= max(SHORTEST_PAUSE, usual):
             self._recording.paused(pause)
 
-    def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+    def _time_savers(self) -> None:
+        """Time what saves checkpoints, in the modules that are loaded by now."""
+        for module in [*self._savers.keys() & sys.modules.keys()]:
+            *path, name = self._savers.pop(module).split(".")
+            owner: Any = sys.modules[module]
+            for part in path:
+                owner = getattr(owner, part, None)
+            if callable(getattr(owner, name, None)):
+                self._undo.callback(hooks.Patch(owner, name, functools.partial(self._wrap_save, module)).remove)
+
+    def _wrap_save(self, module: str, save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            began, evaluation = time.perf_counter(), self._evaluation
+            if self._saves or not (self._here and self._steps and get_ident() == hooks.OPEN_LOOPS.thread):
+                return save(*args, **kwargs)
+            began, evaluation, self._saves = time.perf_counter(), self._evaluation, True
             try:
                 return save(*args, **kwargs)
             finally:
-                if self._here and self._steps and get_ident() == hooks.OPEN_LOOPS.thread:
-                    took = time.perf_counter() - began
-                    self._evaluation = evaluation and (evaluation[0] + took, *evaluation[1:])
-                    self._paused(Pause("checkpoint", took, self._steps, users_line(sys._getframe(1))))
+                self._saves, took = False, time.perf_counter() - began
+                self._evaluation = evaluation and (evaluation[0] + took, *evaluation[1:])
+                if took >= SHORTEST_CHECKPOINT:
+                    self._recording.paused(Pause("checkpoint", took, self._steps, users_line(sys._getframe(1))))
 
+        noted.__module__ = module  # where it is found by its name: it can be pickled meanwhile
         return noted
 
     # Optimizers
@@ -283,6 +312,8 @@ class ScriptWatcher:
                 self._pass = top, time.perf_counter(), self._steps
             top.updated = True
             self._steps += 1
+            if self._savers and not self._steps & (self._steps - 1):  # after 1, 2, 4, 8 … steps
+                self._time_savers()
         if self._places is not None and open_loops.top is not None:
             places = {
                 **self._places.get(open_loops.top, {}),

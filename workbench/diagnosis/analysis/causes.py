@@ -246,10 +246,18 @@ def stalled_cause(e: Evidence, c: Costs) -> Cause:
     s = e.stalls
     if s.kind is None and e.alloc_retries * s.steps >= MIN_EXPLAINED * len(s.at):
         return Cause(cause="allocator retries", why=f"{_retries(e)} The steps in which that happens take {units.seconds(s.extra)} longer.")
-    often = f"every {s.every:.0f} steps" if s.every else f"{len(s.at)} times in {s.steps} steps"
+    often = f"{len(s.at)} times in {s.steps} steps"
+    if s.every:
+        often = f"every {s.every:.0f} steps" if s.every >= 1.5 else "in each step"
     if s.every and e.observed:  # whose mean step has as many as were seen
         often += f" ({len(s.at)} times in {s.steps})"
     where = f" in {s.where}" if s.where else ""
+    if s.noted:
+        savers = [rank.rank for rank in e.ranks if rank.stalls.noted and rank.stalls.at]
+        alone = len(savers) == 1 < len(e.ranks)
+        saved = f"Rank {savers[0]} saves a checkpoint" if alone else "A checkpoint is saved"
+        waited = f", and the other rank{'s wait' if len(e.ranks) > 2 else ' waits'} for it" * alone
+        return Cause(cause="checkpoint", why=f"{saved} {often}: {units.seconds(s.extra)} each time{where}{waited}.")
     return Cause(cause=s.kind or "pause", why=f"The step stops {often} for {units.seconds(s.extra)}{where}.")
 
 

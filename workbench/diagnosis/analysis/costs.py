@@ -12,6 +12,7 @@ from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Evidence, RankEvidence
+from workbench.diagnosis.analysis.stalls import stalled_phases
 from workbench.harness.results import VariantTimes
 
 MIN_EXCESS_WAIT = 0.5
@@ -328,7 +329,7 @@ def _observed(e: Evidence) -> Costs:
 
     Timelines do not show the host's time and communication. The phase `other` counts as host.
     """
-    stalled = _stalled_phases(e)
+    stalled = stalled_phases(e)
     stalls = sum(stalled.values())
     clean = e.step - stalls
     slow = slow_rank(e.ranks)
@@ -359,19 +360,6 @@ def _observed(e: Evidence) -> Costs:
         stalls=_stalls(e, stalls),
         slow=slow,
     )
-
-
-def _stalled_phases(e: Evidence) -> dict[str, float]:
-    """Phase → seconds per step by which stalled steps exceed the usual ones in it, mean over ranks. Waiting for data is none of theirs."""
-    at, found = set(e.stalls.at), dict.fromkeys(PHASES, 0.0)
-    for i, phase in enumerate(PHASES):
-        if not at or phase == "data_wait":
-            continue
-        for rank in e.ranks:
-            long = [step.phases[i] for step in rank.timeline.measured if step.index in at]
-            usual = statistics.median([step.phases[i] for step in rank.timeline.measured if step.index not in at] or [0.0])
-            found[phase] += max(0.0, sum(long) - len(long) * usual) / rank.timeline.count / len(e.ranks)
-    return found
 
 
 def _roughly(seconds: float) -> Interval:

@@ -12,7 +12,7 @@ from workbench.core.system_load import Noise
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.costs import is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence, Stalls
-from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.diagnosis.analysis.stalls import Call, even_distance, find_stalls
 from workbench.diagnosis.analysis.step_model import UNKNOWN_OVERLAP
 from workbench.harness.results import BUSY, OTHERS, Place
 from workbench.runs.rows import busy_note, said_by
@@ -32,6 +32,12 @@ WAITED_FOR = 0.05
 """Fraction of the step that is waiting for data below which workers keep up: how long they take is not seen then. Chosen as in `costs`.
 With half or twice as much, workers of a script that hardly waits get a remedy or none; its gain is below that share."""
 DATA, BACKWARD = PHASES.index("data_wait"), PHASES.index("backward")
+MIN_SAVING = 0.01
+"""Fraction of the step below which checkpoints are no part of it. Chosen: nobody would save less often for less. With half or twice as
+much, a row of the parts comes or goes."""
+MOST = 0.8
+"""Fraction of what long steps take longer that is mostly the saving of checkpoints, where that was timed. Chosen: the rest is what varies.
+What takes so much longer to save, as to gather a model from all ranks, shows in the long steps alone."""
 
 
 def _hint(run: Run) -> str:
@@ -78,6 +84,9 @@ def observe(source: Run | Timeline, *, outside: bool = False, noise: Noise | Non
     judged = [_rank(timeline, wait) for timeline, wait in zip(timelines, waits, strict=True)]
     ranks = tuple(rank for rank, _ in judged)
     together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
+    if together.noted:
+        ranks = _with_waits(ranks, together.per_step)
+    of_run = [*run.notes, busy_note(run.path)] if run else []
     samples = [_samples(timeline) for timeline in timelines]
     said = said_by(run.path) if run else {}
     evidence = Evidence(
@@ -94,7 +103,7 @@ def observe(source: Run | Timeline, *, outside: bool = False, noise: Noise | Non
         noise=noise if run else timelines[0].noise,
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
-        notes=tuple(filter(None, (*_of_run(run), *(slowed for _, slowed in judged), *_notes(timelines)))),
+        notes=tuple(filter(None, (*of_run, *(slowed for _, slowed in judged), *_notes(timelines)))),
         places=_places(said.get("places")),
     )
     if isinstance(threads := said.get("threads"), int) and threads > 0:  # a script may set them itself
@@ -182,11 +191,6 @@ def _waits(timelines: Sequence[Timeline]) -> list[list[float]]:
     return [[mine - min(all_) for mine, all_ in zip(column, zip(*columns, strict=True), strict=True)] for column in columns]
 
 
-def _of_run(run: Run | None) -> list[str]:
-    """Notes on the run itself; the one on a busy machine is empty where it was not."""
-    return [*run.notes, busy_note(run.path)] if run else []
-
-
 def _rank(timeline: Timeline, waits: Sequence[float]) -> tuple[RankEvidence, str]:
     """A rank on its own, and a note on steps that took longer in all their parts, which are no stalls of the loop; "" = there were none."""
     steps = timeline.measured[-len(waits) :]
@@ -206,7 +210,25 @@ def _rank(timeline: Timeline, waits: Sequence[float]) -> tuple[RankEvidence, str
             "is no pause of the loop"
         )
         stalls = Stalls(steps=stalls.steps)
+    saved = _saves(places, statistics.fmean(own) + wait)
+    if saved.share >= MIN_SAVING and saved.per_step >= MOST * stalls.per_step:
+        stalls, compute = saved, statistics.fmean(own) - saved.per_step
     return RankEvidence(rank=timeline.rank, timeline=timeline, alone=compute + wait, wait=wait, compute=compute, stalls=stalls), slowed
+
+
+def _with_waits(ranks: Sequence[RankEvidence], saving: float) -> tuple[RankEvidence, ...]:
+    """The ranks, with what they wait outside the phases, at a barrier, for one that takes `saving` per step for its checkpoints: what they
+    take longer there than the one that takes least. It is none of their work.
+    """
+    own = [rank.stalls.per_step if rank.stalls.noted else 0.0 for rank in ranks]
+    others = [rank.timeline.mean("other") - saved for rank, saved in zip(ranks, own, strict=True)]
+    found = []
+    for rank, saved, other in zip(ranks, own, others, strict=True):
+        idle = min(saving - saved, other - min(others))
+        more = idle if saved else max(0.0, idle - rank.stalls.per_step)  # steps that were too long are left out already
+        stalls = dataclasses.replace(rank.stalls if saved else Stalls(steps=rank.stalls.steps), per_step=saved + idle, noted=True)
+        found.append(dataclasses.replace(rank, alone=rank.alone - more, compute=rank.compute - more, stalls=stalls))
+    return tuple(found)
 
 
 def _slowed_throughout(timeline: Timeline, stalled: Collection[int]) -> bool:
@@ -226,16 +248,41 @@ def _slowed_throughout(timeline: Timeline, stalled: Collection[int]) -> bool:
 def _pauses(pauses: Sequence[Pause], seconds_of: Mapping[int, float]) -> dict[int, dict[Place, float]]:
     """Step → what its seconds were spent on: evaluations, checkpoints, and all else.
 
-    What comes after k optimizer steps is in the k-th step, or in the next one if it comes before that one's optimizer step: the longer one.
+    What comes after k optimizer steps is in the k-th step, or in the next one if it comes before that one's optimizer step: where that one
+    is longer.
     """
     found: dict[int, dict[Place, float]] = {number: {Place(line=""): seconds} for number, seconds in seconds_of.items()}
     for pause in pauses:
-        number = max((pause.after - 1, pause.after), key=lambda number: seconds_of.get(number, 0.0))
+        now, then = (seconds_of.get(number, 0.0) for number in (pause.after - 1, pause.after))
+        number = pause.after if then > now + pause.seconds / 2 > pause.seconds / 2 else pause.after - 1
         if number in found:
             rest, place = found[number][Place(line="")], Place(line=pause.line, kind=pause.kind)
             taken = min(pause.seconds, rest)
             found[number] |= {Place(line=""): rest - taken, place: found[number].get(place, 0.0) + taken}
     return found
+
+
+def _saves(places: Mapping[int, Mapping[Place, float]], mean: float) -> Stalls:
+    """The checkpoints of a rank, by what saving each of them took: they are known, however often they come and however short they are.
+
+    `mean` is the mean length of a step without what the rank waits for others.
+    """
+    saves = [(number, place.line, s) for number, spent in places.items() for place, s in spent.items() if place.kind == "checkpoint"]
+    if not saves or not mean:
+        return Stalls(steps=len(places))
+    at, total = sorted({number for number, *_ in saves}), sum(seconds for *_, seconds in saves)
+    lines = {line: sum(seconds for _, other, seconds in saves if other == line) for _, line, _ in saves}
+    return Stalls(
+        steps=len(places),
+        at=tuple(at),
+        extra=total / len(at),
+        per_step=total / len(places),
+        share=total / len(places) / mean,
+        every=even_distance(at, least=1.0),
+        where=max(lines, key=lambda line: lines[line]) or None,
+        kind="checkpoint",
+        noted=True,
+    )
 
 
 def _samples(timeline: Timeline) -> float | None:

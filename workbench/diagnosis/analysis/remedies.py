@@ -261,7 +261,9 @@ PART_OF = {
 def _without_part(case: Case) -> Iterator[Remedy]:
     """A ceiling for removing the part that the verdict names, where no remedy says how."""
     part = PART_OF[case.judgement.verdict]
-    yield from filter(None, [ceiling(case, *_WORDS[part], case.judgement.shares.get(part, 0.0), f"{part} is gone")])
+    name, what = _WORDS[part]
+    what = _moved(case.evidence, what) if part == "stalls" else what
+    yield from filter(None, [ceiling(case, name, what, case.judgement.shares.get(part, 0.0), f"{part} is gone")])
 
 
 _WORDS = {

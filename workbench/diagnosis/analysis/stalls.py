@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from workbench.diagnosis.analysis.evidence import Stalls
+from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis.evidence import Evidence, RankEvidence, Stalls
 from workbench.harness.results import Place
 
 EXCESS_LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
@@ -136,7 +137,14 @@ def _groups(judged: Sequence[Call], normal: Mapping[str, float], extras: Mapping
     groups: list[_Group] = []
     collected = [call for call in judged if call.gc > EXCESS_LEVELS[-1] * normal[call.arm] and call.gc > extras[call.number] / 2]
     if collected:
-        groups.append(_Group(tuple(collected), statistics.fmean(call.gc for call in collected), _even(collected), "garbage collection"))
+        groups.append(
+            _Group(
+                tuple(collected),
+                statistics.fmean(call.gc for call in collected),
+                even_distance([call.number for call in collected]),
+                "garbage collection",
+            )
+        )
     rest = [call for call in judged if call not in set(collected)]
     for level in EXCESS_LEVELS:
         long = [call for call in rest if extras[call.number] > level * normal[call.arm]]
@@ -145,7 +153,7 @@ def _groups(judged: Sequence[Call], normal: Mapping[str, float], extras: Mapping
             groups.append(_Group(turns, _mean(turns, extras), period))
             rest = [call for call in rest if call not in set(turns)]
     if odd := _irregular(rest, normal, extras):
-        groups.append(_Group(odd, _mean(odd, extras), _even(odd)))
+        groups.append(_Group(odd, _mean(odd, extras), even_distance([call.number for call in odd])))
     return groups
 
 
@@ -181,13 +189,13 @@ def _irregular(rest: Sequence[Call], normal: Mapping[str, float], extras: Mappin
     return odd if len(odd) <= max(1, MAX_IRREGULAR_SHARE * len(rest)) else ()
 
 
-def _even(calls: Sequence[Call]) -> float | None:
+def even_distance(numbers: Sequence[int], least: float = MIN_PERIOD) -> float | None:
     """Their mean distance, if it is about the same each time, and none of neighbours: what slows some steps in a row has no period."""
-    distances = [b.number - a.number for a, b in pairwise(calls)]
+    distances = [b - a for a, b in pairwise(numbers)]
     if len(distances) < MIN_TURNS - 1:
         return None
     mean = statistics.fmean(distances)
-    return mean if mean >= MIN_PERIOD and statistics.pstdev(distances) <= 0.25 * mean else None
+    return mean if mean >= least and statistics.pstdev(distances) <= 0.25 * mean else None
 
 
 def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping[Place, float]] | None) -> _Group:
@@ -212,6 +220,33 @@ def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping
 def within(stalls: Stalls, steady: float) -> Stalls:
     """The stalls as a share of the step that takes `steady` seconds without them: share and seconds are of one rule."""
     return replace(stalls, share=stalls.per_step / (steady + stalls.per_step)) if stalls.per_step else stalls
+
+
+def stalled_phases(e: Evidence) -> dict[str, float]:
+    """Phase → seconds per step by which stalled steps exceed the usual ones in it, mean over ranks. Waiting for data is none of theirs."""
+    if e.stalls.noted:
+        return _saved_phases(e.ranks, e.stalls.per_step)
+    at, found = set(e.stalls.at), dict.fromkeys(PHASES, 0.0)
+    for i, phase in enumerate(PHASES):
+        if not at or phase == "data_wait":
+            continue
+        for rank in e.ranks:
+            long = [step.phases[i] for step in rank.timeline.measured if step.index in at]
+            usual = statistics.median([step.phases[i] for step in rank.timeline.measured if step.index not in at] or [0.0])
+            found[phase] += max(0.0, sum(long) - len(long) * usual) / rank.timeline.count / len(e.ranks)
+    return found
+
+
+def _saved_phases(ranks: Sequence[RankEvidence], saving: float) -> dict[str, float]:
+    """The same for checkpoints that were timed and take up to `saving` per step. They, and what ranks wait for them at barriers, lie
+    outside the phases. A rank that saves none, or less, also waits in backward, where gradients are reduced, if it takes longer there.
+    """
+    found, shortest = dict.fromkeys(PHASES, 0.0), min(rank.timeline.mean("backward") for rank in ranks)
+    for rank in ranks:
+        own = rank.stalls.per_step if rank.stalls.noted else 0.0
+        found["other"] += own / len(ranks)
+        found["backward"] += min(saving - own, rank.timeline.mean("backward") - shortest) / len(ranks)
+    return found
 
 
 def stalled_at_most(stalls: Stalls) -> float:

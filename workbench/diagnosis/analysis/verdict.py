@@ -222,6 +222,11 @@ LIMITS = {
         least_low=0.12,
         reason="some Python always runs between operators: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
     ),
+    "checkpoints": Limit(
+        least=0.08,
+        least_low=0.07,
+        reason="each was timed where it was saved, so that nothing is inferred, and saving less often, or in a thread, removes them",
+    ),
 }
 """Limits of parts that differ from USUAL. Chosen on the machine of `FITTED_ON` by healthy models in the gallery; fractions, so a faster
 machine changes them little. With half, healthy steps with small batches are called optimizer- or host-bound; with twice, only parts of half
@@ -405,7 +410,8 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     if e.stalls.at:
         stalled = c.share(c.stalls)
         if pausing is None:
-            candidates.append(Candidate(verdict="stalled", part="stalls", saved=stalled, cause=causes.stalled_cause(e, c)))
+            limit = LIMITS["checkpoints"] if e.stalls.noted else USUAL
+            candidates.append(Candidate(verdict="stalled", part="stalls", saved=stalled, cause=causes.stalled_cause(e, c), limit=limit))
         else:
             candidates.append(Candidate(verdict="straggler", part="stalls", saved=stalled, cause=causes.pauses_cause(e, pausing)))
     if c.optimizer != NOTHING:
