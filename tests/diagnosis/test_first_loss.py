@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.diagnosis.test_sanity_learning import checked, points, task
+from tests.diagnosis.test_sanity_learning import checked, perceptron, points, task
 
 WIDTH = 8
 
@@ -49,6 +49,27 @@ def test_a_sigmoid_before_a_loss_that_takes_it_itself(last: type[nn.Module], los
 
     found = checked(task(model, loss), "initial loss")["initial loss"]
     assert (found.passed, found.cause) == (False if sure else None, "sigmoid_before_logits_loss"), found
+
+
+def softmaxed(outputs: Tensor) -> Tensor:
+    return F.kl_div(outputs, torch.full_like(outputs, 0.25), reduction="batchmean")
+
+
+@pytest.mark.parametrize(
+    ("loss", "passed", "cause"),
+    [
+        (lambda m, b: softmaxed(m(b[0]).softmax(1)), False, "no_log_softmax"),
+        (lambda m, b: softmaxed(m(b[0])), None, "no_log_softmax"),
+        (lambda m, b: softmaxed(m(b[0]).log_softmax(1)), None, ""),
+        (lambda m, b: (m(b[0])[:, :1] - b[0][:, 0]).square().mean(), None, "broadcast_targets"),
+        (lambda m, b: (b[0][:, :1] - m(b[0])[:, 0]).abs().mean(), None, "broadcast_targets"),
+        (lambda m, b: (m(b[0])[:, :1] - b[0][:, :1]).square().mean(), None, ""),
+        (lambda m, b: (m(b[0])[:, :1] - m(b[0])[:, 0]).square().mean(), None, ""),  # differences of each two outputs
+    ],
+)
+def test_losses_that_are_not_compared_with_chance_are_given_what_they_need(loss: Any, passed: bool | None, cause: str) -> None:
+    found = checked(task(perceptron, loss), "initial loss")["initial loss"]
+    assert (found.passed, found.cause) == (passed, cause), found
 
 
 @pytest.mark.parametrize("double", [False, True])

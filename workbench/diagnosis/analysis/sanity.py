@@ -30,7 +30,7 @@ CAUSES: Mapping[str, str] = {
     "nonfinite_loss": "look for log(0), 0/0, sqrt(0) and targets out of range; torch.autograd.set_detect_anomaly(True) names the operator",
     "softmax_before_cross_entropy": "give cross_entropy the logits: it takes the softmax itself",
     "sigmoid_before_logits_loss": "give binary_cross_entropy_with_logits the logits: it takes the sigmoid itself",
-    "no_log_softmax": "nll_loss needs log-probabilities: use cross_entropy on the logits, or log_softmax before it",
+    "no_log_softmax": "give nll_loss and kl_div log-probabilities: the log_softmax of the logits, or cross_entropy in place of nll_loss",
     "sum_reduction": "return the mean over the batch (reduction='mean'): with a sum the learning rate depends on the batch size",
     "negated_loss": "look for a minus sign: the loss is torch's, negated, and training makes the predictions worse",
     "targets_out_of_range": "give binary cross entropy targets from 0 to 1: divide masks by 255, and turn labels of -1 into 0",

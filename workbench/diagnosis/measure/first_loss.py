@@ -30,6 +30,15 @@ def initial_loss(training: Training, seen: Seen, line: Line, done: dict[str, Che
             shapes = f"outputs of {list(call.input.shape)} and targets of {list(call.target.shape)}"
             if math.prod(whole := (first - call.target.float()).shape) > max(first.numel(), call.target.numel()):
                 return judged(f"{call.name} is given {shapes}, and compares {list(whole)}", "broadcast_targets")
+    if (given := seen.watched.divergence) is not None and float(given.max()) > 1e-3:
+        sums = [given.float().sum(dim) for dim in (-1, 1) if given.ndim > 1]
+        probabilities = float(given.min()) >= 0 and any(bool(((sum_ - 1).abs() < 1e-3).all()) for sum_ in sums)
+        figure = f"the inputs of kl_div are {'probabilities' if probabilities else 'above 0'}, not log-probabilities"
+        return judged(figure, "no_log_softmax", sure=probabilities)
+    if seen.watched.broadcast:
+        output, target = seen.watched.broadcast
+        figure = f"the loss subtracts targets of {target} from outputs of {output}, and gets {[output[0]] * 2}"
+        return judged(figure, "broadcast_targets", sure=False)
     if math.isinf(loss) or (math.isnan(loss) and training.loss is not None):
         return judged(f"the first loss is {loss}", "nonfinite_loss")
     if math.isnan(loss):

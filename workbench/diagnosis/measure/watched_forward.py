@@ -146,6 +146,10 @@ class Watched(TorchFunctionMode):
         self.compared = False
         """Whether their numbers went into one of `COMPARISONS`."""
         self._drawn: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.divergence: Tensor | None = None
+        """What the first `kl_div` was given as log-probabilities."""
+        self.broadcast: tuple[list[int], list[int]] | None = None
+        """Shapes [N, 1] and [N], in either order, of outputs and targets that a loss subtracts by itself."""
         self.normalises = False
         """Whether one of `NORMALISE` was called."""
         self.dropped = False
@@ -209,6 +213,17 @@ class Watched(TorchFunctionMode):
         if func in NOISE or func in UNIFORM:
             calls = self.noise if func in NOISE else self.uniform
             calls.append(f"{'Tensor' if func.__name__.endswith('_') else 'torch'}.{func.__name__}")
+        if func is F.kl_div and self.divergence is None:
+            self.divergence = (args[0] if args else kwargs["input"]).detach()
+        if (
+            getattr(func, "__name__", "") in ("sub", "__rsub__")
+            and not self._stack
+            and all(isinstance(given, Tensor) for given in args[:2])
+        ):
+            output, target = sorted(args[:2], key=lambda given: not given.requires_grad)
+            shapes = list(output.shape), list(target.shape)
+            if output.requires_grad and not target.requires_grad and sorted(shapes, key=len) == [[len(output)], [len(output), 1]]:
+                self.broadcast = shapes if len(output) > 1 else self.broadcast
         self.normalises = self.normalises or func in NORMALISE
         self.dropped = self.dropped or (func in DROPOUTS and _active(func, args, kwargs))
         result = func(*args, **kwargs)
