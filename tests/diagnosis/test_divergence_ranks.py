@@ -103,6 +103,61 @@ def boxes() -> wb.Task:
     return dataclasses.replace(built(), model=Boxes, loss=lambda model, batch: model(batch[0]), tensor_parallel=None)
 
 
+class Graphs(nn.Module):
+    """Sums over the edges of each node, then over the nodes of each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.out = nn.Embedding(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, nodes: Tensor, edges: Tensor, graph: Tensor, count: int) -> Tensor:
+        features = self.embed(nodes)
+        features = torch.tanh(self.layer(features)).index_add(0, edges[1], features[edges[0]])
+        scores: Tensor = self.out(features.new_zeros(count, 8).index_add(0, graph, features))[:, 0]
+        return scores
+
+
+def graphs(sizes: tuple[int, int] = (3, 8)) -> wb.Task:
+    """Graphs that a collate joins into one: the numbers of their nodes begin at 0 in each micro-batch."""
+
+    def samples() -> list[tuple[Tensor, Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        numbers = [int(torch.randint(*sizes, (1,), generator=generator)) for _ in range(64)]
+        nodes = [torch.randint(0, 6, (number,), generator=generator) for number in numbers]
+        edges = [torch.randint(0, number, (2, 2 * number), generator=generator) for number in numbers]
+        return [(each, pairs, each.float().mean()) for each, pairs in zip(nodes, edges, strict=True)]
+
+    def joined(batch: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        counts = torch.tensor([len(nodes) for nodes, _, _ in batch])
+        edges = [pairs + begin for (_, pairs, _), begin in zip(batch, counts.cumsum(0) - counts, strict=True)]
+        graph = torch.arange(len(batch)).repeat_interleave(counts)
+        return torch.cat([nodes for nodes, _, _ in batch]), torch.cat(edges, 1), graph, torch.stack([target for _, _, target in batch])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nodes, edges, graph, targets = batch
+        return F.mse_loss(model(nodes, edges, graph, len(targets)), targets)
+
+    return wb.Task(model=Graphs, dataset=samples, collate=joined, loss=loss, optimizer="adamw(lr=0.01)")
+
+
+def meshes() -> wb.Task:
+    """Graphs that all have as many nodes."""
+    return graphs((5, 6))
+
+
+def other_graphs() -> wb.Task:
+    """With other targets."""
+    task = graphs()
+    collate = task.collate
+    assert collate is not None
+
+    def joined(batch: Any) -> Any:
+        *graph, targets = collate(batch)
+        return *graph, targets + 1
+
+    return dataclasses.replace(task, collate=joined)
+
+
 class Uneven(nn.Module):
     """Uses its second head on the first rank only."""
 
@@ -197,6 +252,23 @@ def test_micro_batches_of_a_model_that_returns_its_loss_differ_by_rounding() -> 
     assert found.exact < 1e-12
 
 
+@pytest.mark.parametrize("task", ["graphs", "meshes"])
+def test_micro_batches_of_joined_graphs_are_the_same_batch(task: str) -> None:
+    """The numbers of the nodes begin at 0 in the second micro-batch, which was taken for another batch: the verdict was "start"."""
+    one = ONE.replace(task=f"{__file__}:{task}")
+    found = wb.diverge(one, one.replace(accumulation=2, micro_batch=4), budget_s=600)
+    assert found.verdict == "rounding", found
+    both = one.replace(accumulation=2, micro_batch=4)
+    assert wb.diverge(both, both, budget_s=600).verdict == "identical"
+
+
+def test_joined_graphs_that_differ_are_other_batches() -> None:
+    one = ONE.replace(task=f"{__file__}:graphs")
+    other = ONE.replace(task=f"{__file__}:other_graphs", accumulation=2, micro_batch=4)
+    assert wb.diverge(one, other, budget_s=600).verdict == "start"
+    assert wb.diverge(one.replace(accumulation=2, micro_batch=4), other, budget_s=600).verdict == "start"
+
+
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("call", ["diverge", "diagnose", "measure_memory"])
 def test_a_rank_that_leaves_a_parameter_without_gradient_ends_an_experiment_with_its_error(tmp_path: Path, call: str) -> None:
@@ -219,8 +291,11 @@ def test_a_rank_that_leaves_a_parameter_without_gradient_ends_an_experiment_with
         STAGES,
         {"micro_batch": 4, "task": f"{__file__}:weighted"},
         {"micro_batch": 4, "task": f"{__file__}:boxes"},
+        {"micro_batch": 4, "task": f"{__file__}:graphs"},
+        {"micro_batch": 4, "task": f"{__file__}:meshes"},
+        {"micro_batch": 2, "accumulation": 2, "task": f"{__file__}:meshes"},
     ],
-    ids=["padded", "fsdp", "tp", "ddp", "pp", "weighted", "boxes"],
+    ids=["padded", "fsdp", "tp", "ddp", "pp", "weighted", "boxes", "graphs", "meshes", "accumulated meshes"],
 )
 def test_ranks_that_agree_with_one_process_differ_by_rounding(tmp_path: Path, knobs: dict[str, Any]) -> None:
     one = ONE.replace(micro_batch=4, accumulation=2) if "pipeline_parallel" in knobs else ONE.replace(task=knobs.get("task", ONE.task))

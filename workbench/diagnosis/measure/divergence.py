@@ -68,7 +68,8 @@ def of_spec(spec: RunSpec, task: Task, steps: int, double: bool, enough: Enough 
                 recorder.begin(step)
                 taken = [next(batches) for _ in range(spec.accumulation)]
                 taken = [doubled(batch) for batch in taken] if double else taken
-                recorder.value("start", "the batch", joined(taken))
+                for name, tensors in batch_values([tensors_of(batch) for batch in taken], int(spec.micro_batch)).items():
+                    recorder.value("start", name, tensors)
                 with recorder.on():
                     total: Any = 0.0
                     for left, batch in zip(reversed(range(len(taken))), taken, strict=True):
@@ -168,13 +169,28 @@ NOT_JOINED = torch.ones((1,) * 9)
 """Stands for tensors that cannot be joined, so that the others keep their places; nothing else has its shape."""
 
 
-def joined(batches: Sequence[Any]) -> list[Tensor]:
-    """The tensors of several micro-batches, each with its like of the others; NOT_JOINED where their samples have different shapes."""
+def batch_values(batches: Sequence[Sequence[Tensor]], samples: int, ranks: int = 1) -> dict[str, list[Tensor]]:
+    """What is compared of the tensors of a step's micro-batches: name → tensors.
 
-    def one(column: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat(column) if column[0].ndim and len({tensor.shape[1:] for tensor in column}) == 1 else NOT_JOINED
+    A tensor with a row per sample is joined with its like of the others, and compared with the same of any other split of the step. What
+    goes for the whole of a micro-batch, such as the numbers of nodes in graphs that a collate joins, is compared only with the same split.
 
-    return [one(column) for column in zip(*(tensors_of(batch) for batch in batches), strict=False)]
+    Args:
+        batches: the tensors of each micro-batch, of all ranks together.
+        samples: of each, on all ranks.
+        ranks: how many ranks they are of.
+    """
+    if len(batches) * ranks == 1:
+        return {"the batch": [tensor if tensor.ndim else NOT_JOINED for tensor in batches[0]]}
+    rows: list[Tensor] = []
+    others: list[Tensor] = []
+    for column in zip(*batches, strict=False):
+        by_sample = all(tensor.ndim and len(tensor) == samples for tensor in column) and len({tensor.shape[1:] for tensor in column}) == 1
+        rows.append(torch.cat(column) if by_sample else NOT_JOINED)
+        if not by_sample and all(tensor.layout == torch.strided for tensor in column):
+            others.append(torch.cat([tensor.reshape(-1) for tensor in column]))
+    rest = {f"the rest of the batch (micro-batches: {len(batches)}, ranks: {ranks})": others}
+    return {"the batch": rows, **(rest if others else {})}
 
 
 WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.diagnosis.measure.divergence import CHANGE, doubled, in_fp64, joined, tensors_in
+from workbench.diagnosis.measure.divergence import CHANGE, batch_values, doubled, in_fp64, tensors_in
 from workbench.diagnosis.measure.operator_recorder import Entry, Sketch, modes_of, options_of, sketch, uncompiled
 from workbench.harness.batches import tensors_of
 from workbench.harness.restore import process_settings
@@ -155,10 +155,12 @@ def of_ranks(spec: RunSpec, task: Task, ranks: Ranks, steps: int, double: bool) 
                 taken = [next(batches) for _ in range(spec.accumulation)]
                 taken = [doubled(batch) for batch in taken] if double else taken
                 columns = [recorder.whole_batch(batch) for batch in taken]
-                recorder.value("start", "the batch", *joined(columns))
+                samples, readers = int(spec.micro_batch), trainer.layout.readers.world_size
+                for name, tensors in batch_values(columns, samples * readers, readers).items():
+                    recorder.value("start", name, *tensors)
                 total: Any = 0.0
                 for left, batch in zip(reversed(range(len(taken))), taken, strict=True):
-                    recorder.samples = next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 0)
+                    recorder.samples = _rows_of_samples(batch, samples)
                     with recorder.on():
                         total = total + trainer.micro_step(batch, last=not left)
                     check_reduced(trainer.model)
@@ -197,6 +199,14 @@ def _of_all_stages(entries: Sequence[Entry], trainer: Trainer) -> list[Entry]:
 
     found = trainer.pipeline.gathered({entry.key: (place(entry), entry) for entry in entries})
     return [entry for _, entry in sorted(found.values(), key=itemgetter(0))]
+
+
+def _rows_of_samples(batch: Any, micro_batch: int) -> int:
+    """Rows of a tensor that has one or more for each sample of a batch; 0 = not known, as of graphs that are joined."""
+    lengths = [len(tensor) for tensor in tensors_of(batch) if tensor.ndim]
+    if micro_batch in lengths:
+        return micro_batch
+    return lengths[0] if len(set(lengths)) == 1 else 0
 
 
 def _whole_gradient(weight: Tensor) -> Tensor:
