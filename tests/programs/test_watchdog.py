@@ -122,6 +122,65 @@ def test_slow_files_downloads_and_programs_before_the_first_step_are_no_hang(tmp
             run.stop()
 
 
+MESSAGES = """
+import time
+import torch, torch.distributed as dist
+
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            weights.mm(weights)
+
+dist.init_process_group("gloo")
+rank, weights, x = dist.get_rank(), torch.rand(100, 100), torch.ones(1 << 20)
+if rank == 0:  # a pipeline with a slow first stage
+    compute(14)
+    dist.send(x, 1)
+elif rank == 1:
+    dist.irecv(x, 0).wait()
+    dist.send(x, 2)
+else:
+    dist.recv(x, 1)
+request = dist.irecv(x, 2) if rank == 1 else None  # backward, with a slow last stage; the second one computes at first
+compute(14 * (rank == 2) + 4 * (rank == 1))
+if rank == 0:
+    dist.recv(x, 1)
+elif rank == 1:
+    request.wait()
+    dist.send(x, 0)
+else:
+    dist.send(x, 1)
+print("HANG", flush=True)
+dist.send(x, (rank + 1) % 3)  # a ring in which all send first
+dist.recv(x, (rank + 2) % 3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_messages_that_no_rank_takes_are_a_hang_and_those_of_a_slow_stage_are_not(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MESSAGES)
+    run = wb.launch(tmp_path / "train.py", nproc_per_node=3, runs_dir=tmp_path / "runs")
+    try:
+        until = time.monotonic() + 120
+        while run.logs().count("HANG") < 3:
+            assert run.hang is None
+            assert run.state == "running"
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        while run.hang is None:
+            assert run.state == "running"
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        assert run.hang.rank is None
+        assert "wait for each other's messages" in run.hang.message
+        line = 1 + MESSAGES.splitlines().index("dist.send(x, (rank + 1) % 3)  # a ring in which all send first")
+        assert f"rank 2 waits in send to rank 0, train.py:{line}" in run.hang.message
+    finally:
+        run.stop()
+
+
 def report(rank: int, *, quiet: float, steps: int) -> dict[str, object]:
     stack = [["/me/train.py", 5 + rank, "train", "time.sleep(9)" if rank else "dist.barrier()", True]]
     pending = {"group": "0", "number": 9, "op": "barrier", "sizes": [], "dtype": "", "pending": True, "frames": []}

@@ -327,6 +327,60 @@ def test_a_broadcast_on_one_rank_alone_is_not_that_of_the_others(other: dict[str
     assert "which rank 1 has not called" in str(said)
 
 
+def message(rank: int, op: str, peer: int, *, tag: int = 0, idle: float = 0.0, **more: Any) -> dict[str, Any]:
+    """A rank that waits for one other: gloo's recorder has no row of it."""
+    said = {"op": op, "peer": peer, "tag": tag}
+    return report(rank, [(C10D, 2753, op, "work.wait()", False), *call(op)[1:]], last=26, message=said, idle=idle, **more)
+
+
+AWAITED = at("request.wait()", line=82)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (("send", 1, 0), ("send", 0, 0), "rank 0 waits in send to rank 1, train.py:95; rank 1 waits in send to rank 0, train.py:95"),
+        (("recv", 1, 0), ("recv", 0, 0), "rank 0 waits in recv from rank 1, train.py:95; rank 1 waits in recv from rank 0, train.py:95"),
+        (("send", 1, 1), ("recv", 0, 2), "rank 0 waits in send to rank 1 (tag 1), train.py:95; rank 1 waits in recv from rank 0 (tag 2)"),
+    ],
+)
+def test_ranks_that_wait_for_each_others_messages_are_named_soon_if_nothing_at_all_happens(first: Any, second: Any, words: str) -> None:
+    def both(quiet: float, idle: float, **more: Any) -> dict[int, Any]:
+        return {
+            rank: message(rank, op, peer, tag=tag, quiet=quiet, idle=idle, **more) for rank, (op, peer, tag) in enumerate((first, second))
+        }
+
+    said = judge(both(12, 9), 2)
+
+    assert said is not None
+    assert said.rank is None
+    assert f"no rank goes on: they wait for each other's messages, while {words}" in str(said)
+    assert judge(both(12, 5), 2) is None  # bytes may be on their way
+    assert judge(both(hang.IN_TRANSIT - 1, 0), 2) is None
+    assert judge(both(hang.IN_TRANSIT + 1, 0), 2) is not None
+    assert judge(both(hang.WORKING - 1, 0, works=True), 2) is None
+    assert judge(both(hang.WORKING + 1, 0, works=True), 2) is not None
+    sometimes = both(40, 20)
+    sometimes[1] |= {"time": 1000.0 + 14}  # rank 0 wrote its report before rank 1 was idle for long
+    assert judge(sometimes, 2) is None
+
+
+def test_ranks_that_wait_for_their_own_requests_for_messages_wait_for_each_other() -> None:
+    groups = {"0": [0, 1, 2]}
+    both = {rank: report(rank, AWAITED, last=26, quiet=12.0, idle=9.0, groups=groups) for rank in range(2)}
+
+    said = judge(both, 2)
+
+    assert said is not None
+    assert "they wait for each other's messages, while ranks 0, 1 wait in wait() of a request, train.py:82" in str(said)
+    slow = report(0, at("model(x)"), last=26, quiet=90.0, works=True, groups=groups)
+    reports = {0: slow, 1: both[1] | {"quiet": 90.0}, 2: waits(2, last=27, quiet=90.0, groups=groups)}
+    assert judge(reports, 3) is None  # a slow stage of a pipeline, the next one, and a rank that reduces already
+    alone = judge({0: report(0, at("os.wait()"), quiet=31.0, groups=groups)}, 1)
+    assert alone is not None
+    assert alone.rank == 0  # a child process
+
+
 def test_without_a_recorder_the_stacks_say_who_waits() -> None:
     bare = {"collectives": [], "numbers": {}, "no_recorder": "torch 2.6 has none", "steps": 5}
     said = judge({0: report(0, call("all_reduce"), **bare), 1: report(1, at("time.sleep(9)"), **bare)}, 2)
@@ -361,6 +415,11 @@ HEALTHY: dict[str, dict[int, dict[str, Any]]] = {
     },
     "workers decode": {0: waits(0, quiet=60), 1: report(1, at("for", above=[LIBRARY["loader"]]), last=411, works=True, quiet=60)},
     "all wait for their loaders": {r: report(r, at("for", above=[LIBRARY["loader"]]), quiet=25) for r in range(2)},
+    "a stage waits for a slow one": {
+        0: message(0, "recv", 1, quiet=200, idle=190),
+        1: report(1, at("f()"), last=26, quiet=200, works=True),
+    },
+    "both are in a store": {r: report(r, at("f()", above=[LIBRARY["share"]]), quiet=200) for r in range(2)},
     "a large collective": {r: waits(r, quiet=50) for r in range(2)},
     "one rank goes on": {0: waits(0), 1: report(1, at("step()"), last=411, quiet=0.5)},
     "just now": {0: waits(0, quiet=6), 1: report(1, at("time.sleep(60)"), last=411, quiet=6)},

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,53 @@ def test_one_long_gap_is_not_usual_and_a_single_rank_without_steps_is_not_judged
     other = RankWatchdog(tmp_path / "other", 0, clock=clock)
     pass_time(other, clock, 60)
     assert not (tmp_path / "other").exists()
+
+
+MESSAGES = """
+def send(work, dst=None, group=None, tag=0, group_dst=None):
+    work.wait()
+
+def get_global_rank(group, rank):
+    return group[rank]
+"""
+
+
+@pytest.mark.parametrize("given", [{"dst": 5, "tag": 2}, {"group": [4, 5], "group_dst": 1, "tag": 2}])
+def test_a_rank_in_send_says_to_whom_and_for_how_long_nothing_has_come(
+    tmp_path: Path, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    class Idle:
+        looks = 0
+
+        def look(self) -> float:
+            self.looks += 1
+            return float(self.looks)
+
+    file, scope, lock, clock = tmp_path / "torch" / "distributed" / "distributed_c10d.py", dict[str, Any](), threading.Lock(), Clock()
+    file.parent.mkdir(parents=True)
+    file.write_text(MESSAGES)
+    exec(compile(MESSAGES, str(file), "exec"), scope)
+    switches = 1
+    monkeypatch.setattr(rank_watchdog, "IdleTime", Idle)
+    monkeypatch.setattr(rank_watchdog, "_switches", lambda thread: switches)
+    counts["0"] = 400
+    watchdog = RankWatchdog(tmp_path / "hang", 0, clock=clock)
+    lock.acquire()
+    watchdog._main = threading.Thread(target=scope["send"], args=[SimpleNamespace(wait=lock.acquire)], kwargs=given)
+    watchdog._main.start()
+    try:
+        time.sleep(0.2)
+        pass_time(watchdog, clock, QUIET + 2)
+        written = json.loads((tmp_path / "hang" / "rank0.json").read_text())
+        assert written["message"] == {"op": "send", "peer": 5, "tag": 2}
+        assert written["idle"] >= 6
+        switches = 2  # a message came, and it waits for the next one in the same line
+        pass_time(watchdog, clock, 2 * TICK)
+        assert json.loads((tmp_path / "hang" / "rank0.json").read_text())["idle"] <= 2
+    finally:
+        lock.release()
+        watchdog._main.join()
+    assert rank_watchdog._switches(threading.get_native_id()) > 0
 
 
 def sample(**more: Any) -> dict[str, Any]:

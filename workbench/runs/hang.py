@@ -25,7 +25,7 @@ from workbench.core import run_directory
 from workbench.core.package import is_users
 from workbench.runs import flight_recorder
 from workbench.runs.failure import Failure
-from workbench.runs.rank_watchdog import starting
+from workbench.runs.rank_watchdog import starting, waits_for_message
 
 FLOOR = 8.0
 """Seconds without progress of any rank before which nothing is called a hang. Chosen: a stack is collected and judged within 15 s."""
@@ -43,7 +43,7 @@ SILENT_START = 60.0
 ALONE = 30.0
 """Seconds where no rank waits for another."""
 IN_TRANSIT = 60.0
-"""Seconds where all ranks are in the same collective: it may be large, or the network slow."""
+"""Seconds where all ranks are in the same collective, or wait for messages: these may be large, or the network slow."""
 WORKING = 300.0
 """Seconds for a rank that works while others wait; for an evaluation that the spec planned (`evaluate=`), idle or not."""
 STOP = 30.0
@@ -183,6 +183,8 @@ class _Act:
     """It waits for other ranks."""
     collective: Mapping[str, Any] | None = None
     """In which collective, as far as that is known."""
+    message: bool = False
+    """It waits for a message to or from a single rank."""
     what: str = ""
     missing: tuple[int, ...] = ()
 
@@ -259,6 +261,8 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
         rank = _odd_one_out(acts, live, for_whom)
         acts[rank].missing = tuple(sorted(for_whom[rank]))
         return rank, FLOOR, acts[rank]
+    if all(act.waits for act in acts.values()) and any(act.message for act in acts.values()):
+        return None, _until_a_message_is_late(acts, live), _Act(words="they wait for each other's messages")
     if all(act.waits for act in acts.values()):
         known = all(act.collective for act in acts.values())  # else they may meet as yet
         return (
@@ -269,6 +273,14 @@ def _culprit(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) ->
     rank = next((rank for rank, act in acts.items() if not act.works), min(acts))
     idle = not any(act.works for act in acts.values())
     return rank, max(ALONE, STARTING) if idle and not any(map(_starting, live.values())) else float("inf"), acts[rank]
+
+
+def _until_a_message_is_late(acts: Mapping[int, _Act], live: Mapping[int, Mapping[str, Any]]) -> float:
+    """Seconds for ranks that all wait, some for messages: few where all of them did nothing at all for a while, at the same time."""
+    since = max(report["time"] - acts[rank].idle for rank, report in live.items())
+    if min(report["time"] for report in live.values()) - since >= IDLE:
+        return FLOOR
+    return WORKING if any(act.works for act in acts.values()) else IN_TRANSIT
 
 
 def _silent(words: str, stack: str, busy: str, starting: bool) -> _Act:
@@ -376,7 +388,8 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
     text = main[0][3] if main else ""
     act = _Act(words="", line=line, works=bool(report["works"]), planned=planned, evaluates=evaluates)
     in_torch = bool(files) and "/torch/" in files[0] and "/torch/utils/data/" not in files[0]
-    if not in_torch:  # it may wait for a GPU
+    act.message = waits_for_message(main)
+    if not in_torch or act.message:  # else it may wait for a GPU
         act.idle = report.get("idle", 0.0)
     in_distributed = next((at for at, file in enumerate(files[:20]) if "/torch/distributed/" in file), None)
     pending = next((row for row in report["collectives"] if row["pending"] and row["number"] is not None), None)
@@ -392,12 +405,20 @@ def _act(report: Mapping[str, Any], worker: tuple[str, str] | None) -> _Act:
         act.words, act.certain = f"has ended its training, and is in destroy_process_group(){inside}", True
     elif pending and (in_torch or in_distributed is not None or _WAITS.search(text) or "/workbench/train/" in files[0]):
         act.waits, act.collective, act.what = True, pending, _words_of(pending, main)
+        act.message = pending["number"] is None
         if frame := next((frame for frame in pending["frames"] if user and frame[0] == user[0]), None):
             act.line = f"{Path(frame[0]).name}:{frame[1]}"
         act.words = f"waits in {act.what}{inside}"
     elif in_distributed is not None or (files and files[0].endswith("workbench/train/ranks.py") and names[0] == "share"):
         inner = [name for name, file in zip(names, files, strict=True) if "/torch/distributed/" in file and name not in WRAPPERS]
         act.waits, act.what = True, inner[-1] if inner else "a message of all ranks (has it ended its loop?)"
+        if said := report.get("message"):
+            act.what = f"{said['op']} {'to' if said['op'] == 'send' else 'from'} rank {said['peer']}" + f" (tag {said['tag']})" * bool(
+                said["tag"]
+            )
+        act.words = f"waits in {act.what}{inside}"
+    elif act.message and report["groups"]:
+        act.waits, act.what = True, "wait() of a request"
         act.words = f"waits in {act.what}{inside}"
     elif report["repeats"]:
         act.words, act.works, act.certain = f"repeats a loop{inside} without a change", False, False

@@ -1,9 +1,9 @@
 """Watches, in a thread of each rank, whether the rank makes progress; where it makes none, writes what its threads do.
 
 Progress is a finished step or a new collective. A rank without either writes `hang/rank<r>.json`: the stacks of all threads, its last
-collectives, whether it works (CPU, disk, children) or is stuck, and before its second step for how long it has been idle (`IdleTime`).
-`hang.py` judges what all ranks have written, `programs/watchdog.py` collects it. While there is progress the thread looks at two counters
-twice a second, and writes nothing.
+collectives, whether it works (CPU, disk, children) or is stuck, and, before its second step or while it waits for a message, for how long
+it has been idle (`IdleTime`). `hang.py` judges what all ranks have written, `programs/watchdog.py` collects it. While there is progress the
+thread looks at two counters twice a second, and writes nothing.
 
 A rank in C code that holds Python's lock cannot run this thread. For it, a signal lets `faulthandler` print all stacks to stderr.
 """
@@ -15,13 +15,14 @@ import itertools
 import linecache
 import os
 import platform
+import re
 import signal
 import stat
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -75,6 +76,7 @@ class RankWatchdog:
         self._since, self._gaps, self._written = clock(), [0.0, 0.0], -1e9
         self._samples: deque[dict[str, Any]] = deque(maxlen=round(WINDOW / TICK))
         self._idle_time, self._idle = IdleTime(), 0.0
+        self._waits: Any = None
 
     def tick(self) -> None:
         """Look once; write, or delete what was written, where that is due."""
@@ -88,8 +90,11 @@ class RankWatchdog:
         quiet = now - self._since
         counts = count[0] is not None or bool(count[1]) or number_or_default("WORLD_SIZE", 1) > 1  # else nothing shows its progress
         if counts and quiet >= QUIET / 2:
-            self._samples.append(self._sample())
-            self._idle = self._idle_time.look() if starting(count[0], count[1]) else 0.0
+            self._samples.append(sample := self._sample())
+            if sample["waits"] and sample["waits"] != self._waits:  # a message came since, or it waits for another
+                self._idle_time = IdleTime()
+            self._waits = sample["waits"]
+            self._idle = self._idle_time.look() if self._waits or starting(count[0], count[1]) else 0.0
         if counts and (quiet >= QUIET or (self._folder / run_directory.ASK).exists()):
             if now - self._written >= (1.0 if quiet < LATER else 5.0):
                 self._written = now
@@ -111,6 +116,7 @@ class RankWatchdog:
             "where": where,
             "state": state,
             "loop": (where, _digest(frames)) if loop else None,
+            "waits": (where, _switches(self._main.native_id)) if waits_for_message([*map(describe, frames[:1])]) else None,
             "threads": own - time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0)) - time.thread_time(),
             "children": cpu_of_tree(pid) - own,
             "io": _bytes_moved(),
@@ -151,6 +157,7 @@ class RankWatchdog:
             "works": works,
             "repeats": repeats,
             "idle": self._idle,
+            "message": _message(_frames(sys._current_frames().get(self._main.ident or 0))),
             "threads": sorted(threads, key=lambda thread: not thread["main"]),
             "collectives": flight_recorder.last_collectives(),
             "groups": {} if leaving else flight_recorder.members(),
@@ -189,6 +196,35 @@ def describe(frame: FrameType) -> tuple[str, int, str, str, bool]:
     file = frame.f_code.co_filename
     line = frame.f_lineno or 0
     return file, line, frame.f_code.co_name, linecache.getline(file, line).strip()[:200], is_users(file)
+
+
+def waits_for_message(main: Sequence[tuple[str, int, str, str, bool]]) -> bool:
+    """By its described frames, the innermost first: is a thread in send or recv of `torch.distributed`, or in wait() of a request?"""
+    file, _, _, text, user = main[0] if main else ("", 0, "", "", False)
+    here = user or "/torch/distributed/" in file.replace("\\", "/")
+    return here and re.search(r"(?<!store)(?<!\bos)\.wait\(", text) is not None
+
+
+def _message(frames: list[FrameType]) -> dict[str, Any] | None:
+    """What send or recv of `torch.distributed` waits for: op, peer (its rank in the run) and tag; None = neither, or it is not known."""
+    for frame in frames[:1]:
+        op, given = frame.f_code.co_name, frame.f_locals
+        if op in ("send", "recv") and frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            with contextlib.suppress(Exception):  # another release of torch; recv of any rank
+                side = "dst" if op == "send" else "src"
+                peer = given[side]
+                if peer is None:
+                    peer = frame.f_globals["get_global_rank"](given["group"], given[f"group_{side}"])
+                return {"op": op, "peer": int(peer), "tag": int(given["tag"])}
+    return None
+
+
+def _switches(thread: int | None) -> int:
+    """How many times the kernel has taken a thread off its core: what waits and is not woken keeps that number."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    return 0
 
 
 def _main_state() -> str:
