@@ -26,6 +26,7 @@ from workbench.harness.deterministic import set_deterministic
 from workbench.runs.launch import environment, prove_resume
 from workbench.runs.rows import digest_rows
 from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SeededBatches
 from workbench.train.trainer import Trainer
@@ -322,17 +323,45 @@ def test_what_counts_as_a_repeat(by_hand: Any) -> None:
     assert groups(other, same) == [2, 1]
     assert groups(other, launched(by_hand, "a", 0.4, host="elsewhere")) == [1, 1, 1]
     assert groups(other, first) == [1, 1, 1], "a run does not repeat itself"
+    said = "the runs differ in code (train.py): the table .differences, or --differences in a terminal, has the values"
     alike = wb.compare(first, same, launched(by_hand, "a", 0.4))
     assert [len(group) for group in alike.groups] == [1, 1, 1], "with nothing to compare them with, each is a row"
     (note,) = alike.notes
     assert note.startswith("nothing that was recorded differs between these runs, so none counts as a repeat of another")
     third = launched(by_hand, "c", 0.4)
-    (note,) = wb.compare(first, other, third).notes
+    differ, note = wb.compare(first, other, third).notes
+    assert differ == said
     assert note.startswith("no two of these runs are alike in all that was recorded")
-    assert wb.compare(first, other).notes == []
+    assert wb.compare(first, other).notes == [said]
+    assert wb.compare(first, same).notes == []
     by_list = wb.compare([first, other], [third, same])
     assert by_list.groups == ((first, other), (third, same))
     assert by_list.labels == ["by-hand (1, 2)", "by-hand (3, 4)"]
+
+
+def test_a_comparison_names_what_differs_beside_the_knobs(by_hand: Any) -> None:
+    """It showed times and losses of runs on other data, and only `.differences` said so."""
+
+    def trained(samples: int, threads: int = 1, lr: float | None = None) -> Run:
+        made = by_hand(spec=RunSpec(task="t.py:build", threads=threads, lr=lr).to_json(), variables={"N_SAMPLES": str(samples)}).steps(20)
+        recorded = {"environment": {"threads": threads, "OMP_NUM_THREADS": str(threads)}, "data": {"samples": samples}}
+        run_directory.write_json(made.path / run_directory.ENVIRONMENT, recorded)
+        return Run.load(made.ended("finished").path)
+
+    whole, less = trained(80), trained(64)
+    found = wb.compare(whole, less)
+    assert found.notes[0].startswith("the runs differ in variables (N_SAMPLES), data (samples): the table .differences")
+    assert found.notes[0] in str(found)
+    assert wb.compare(whole, trained(80, threads=2)).notes == [], "the recorded number of threads differs because the knob does"
+    both = wb.compare(whole, trained(64, lr=0.1))
+    assert both.notes[0].startswith("the runs also differ in variables (N_SAMPLES), data (samples): ")
+    three = wb.compare(whole, trained(80, lr=0.1), less)
+    assert three.labels == ["lr=the task's own (1)", "lr=0.1", "lr=the task's own (3)"], "two with one spec had the same label"
+    assert three.notes[0].startswith("the runs also differ in variables (N_SAMPLES), data (samples): ")
+    unknown = Run.load(by_hand(spec=RunSpec(task="t.py:build").to_json(), variables={"N_SAMPLES": "80"}).steps(20).ended("finished").path)
+    assert wb.compare(whole, unknown).notes == [], "what one of the runs did not record says nothing"
+    groups = wb.compare([whole, less], [trained(80, lr=0.1), trained(64, lr=0.1)])
+    assert groups.notes == [], "the first launches of the groups have the same data"
 
 
 def test_the_state_of_a_folder_in_git(tmp_path: Path) -> None:

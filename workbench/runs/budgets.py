@@ -15,7 +15,7 @@ from workbench.core.codec import to_json
 from workbench.core.display import table as display
 from workbench.core.synonyms import accept_synonyms
 from workbench.core.vocabulary import PHASES
-from workbench.runs.compare import differences, provenance, several_of, without_steps
+from workbench.runs.compare import differing_sections, provenance, without_steps
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import ScriptSpec
 
@@ -122,15 +122,6 @@ class RunCheck(display.Shown):
         return ", ".join(f"{name}={mine.get(name)} beside {other.get(name)}" for name in changed)
 
     @property
-    def _recorded(self) -> list[str]:
-        """In what the two differ beside their knobs: sections, each with the first few names."""
-        found: dict[str, list[str]] = {}
-        for section, name, _ in differences((self.against, self.run)) if self.against else ():
-            if section not in ("spec", "imports", "outcome") and name not in ("branch", "boot"):
-                found.setdefault(section, []).append(name)
-        return [f"{section} ({several_of(names)})" for section, names in found.items()]
-
-    @property
     def table(self) -> display.Table:
         """One row per limit."""
         rows = []
@@ -155,7 +146,8 @@ class RunCheck(display.Shown):
                 "estimate_memory counts tensors alone"
             )
         beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine identical runs differ by 10 % or more"]
-        if apart := [*filter(None, [self.differences]), *self._recorded]:
+        recorded = differing_sections((self.against, self.run)) if self.against else []
+        if apart := [*filter(None, [self.differences]), *recorded]:
             beside.append(f"the two differ in {', '.join(apart)}: a limit may be met or exceeded because of that")
         return display.Table(
             columns=("", "measured", "limit", ""),

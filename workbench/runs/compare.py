@@ -40,7 +40,7 @@ class Comparison(display.Shown):
 
     @property
     def labels(self) -> list[str]:
-        """The knobs in which each group differs, or a run's name if there are none; where runs were repeated, with their numbers."""
+        """The knobs in which each group differs, or a run's name if there are none; with numbers where runs were repeated or alike."""
         firsts = [group[0] for group in self.groups]
         specs = [run.spec.to_json() for run in firsts]
         numbers = [f" ({', '.join(str(place + 1) for place in places)})" for places in self.places]
@@ -48,7 +48,7 @@ class Comparison(display.Shown):
         if not names or "kind" in names:  # equal specs, or a task beside a script
             return [f"{run.name}{number}" for run, number in zip(firsts, numbers, strict=True)]
         knobs = [", ".join(f"{name}={word(spec[name], name)}" for name in names) for spec in specs]
-        return [f"{text}{number * self.repeated}" for text, number in zip(knobs, numbers, strict=True)]
+        return [f"{text}{number * (self.repeated or knobs.count(text) > 1)}" for text, number in zip(knobs, numbers, strict=True)]
 
     def seconds(self, phase: str | None = None) -> list[float]:
         """Mean seconds of a phase (None: of the step) of each group, over its runs and their ranks; the phases add up to the step."""
@@ -158,8 +158,16 @@ class Comparison(display.Shown):
 
     @property
     def notes(self) -> list[str]:
-        """What makes the comparison doubtful: busy machines, runs that did not finish, runs of different programs, no repeat among many."""
+        """In what the first runs of the groups differ beside the spec, and what makes the comparison doubtful.
+
+        Doubtful are busy machines, runs that did not finish, runs of different programs, and no repeat among many.
+        """
         notes: list[str] = []
+        firsts = [group[0] for group in self.groups]
+        if apart := differing_sections(firsts):
+            also = " also" * any(run.spec != firsts[0].spec for run in firsts)
+            where = "the table .differences, or --differences in a terminal, has the values"
+            notes.append(f"the runs{also} differ in {', '.join(apart)}: {where}")
         names = [f"run {number}" for number, _ in enumerate(self.runs, 1)] if self.repeated else self.labels
         for name, run in zip(names, self.runs, strict=True):
             if busy := busy_note(run.path):
@@ -312,6 +320,13 @@ SHOWN = 5
 """Files or packages that are named at most."""
 ORDERS = ("seed", "micro_batch", "nproc_per_node", "nnodes", "num_workers", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 """Knobs that decide which samples the first batch of rank 0 has and which random numbers augment them: its content then says nothing."""
+_SET_BY = {
+    "threads": ("threads", "OMP_NUM_THREADS"),
+    "deterministic": ("deterministic algorithms", "cudnn.benchmark", "CUBLAS_WORKSPACE_CONFIG"),
+    "tf32": ("products of matrices",),
+    "device": ("device", "GPUs"),
+}
+"""Knob → names in the environment that differ where it does."""
 Sections = dict[str, dict[str, Any]]
 
 
@@ -384,6 +399,24 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
             found.append(("imports", "not in each run", [several_of(packages) if packages else None for packages in apart]))
     ordered = any(section == "spec" and name in ORDERS for section, name, _ in found)
     return [row for row in found if not (ordered and row[:2] == ("data", "first samples"))]
+
+
+def differing_sections(runs: Sequence[Run]) -> list[str]:
+    """In what runs differ beside their specs, what these set, and their outcome: sections, each with the first few names.
+
+    Of environment and versions, what the ranks of one of the runs did not write, as those of a script, is left out.
+    """
+    found: dict[str, list[str]] = {}
+    all_of, written = differences(runs), [read_or_none(run.path / run_directory.ENVIRONMENT) for run in runs]
+    knobs = {name for section, name, _ in all_of if section == "spec"}
+    left_out = {"branch", "boot", *(name for knob in knobs for name in _SET_BY.get(knob, ()))}
+    for section, name, values in all_of:
+        if section in ("spec", "imports", "outcome") or (section in ("git", "environment") and name in left_out):
+            continue
+        unknown = any(value is None and section not in kept for value, kept in zip(values, written, strict=True))
+        if not (unknown and section in ("environment", "versions")):
+            found.setdefault(section, []).append(name)
+    return [f"{section} ({several_of(names)})" for section, names in found.items()]
 
 
 def text(value: Any) -> str:
