@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wb.list_runs(3)  # type: ignore[arg-type]
     (tmp_path / "runs").mkdir()
     assert str(wb.list_runs()).endswith("no runs here")
+
+
+def test_a_folder_above_that_of_the_runs(by_hand: Make, tmp_path: Path) -> None:
+    """It said "no runs here", with no word about where they are."""
+    run = by_hand().ended("finished").path
+    above = tmp_path / "above"
+    above.mkdir()
+    assert str(wb.list_runs(above)).endswith("no runs here")
+    shutil.copytree(run.parent, above / "runs")
+    there = str(above / "runs")
+    assert str(wb.list_runs(above)).endswith(f"no runs here, but 1 run in {there}: list_runs({there!r})")
+    assert "1 run in" in wb.list_runs(above)._repr_html_()
 
 
 def test_a_run_is_not_read_to_be_listed(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:

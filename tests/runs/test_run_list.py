@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,18 @@ def test_a_folder_that_goes_away_ends_the_thread_with_a_word(by_hand: Make) -> N
     assert "is not a folder; runs go to" in panel.problem.value
     made.path.parent.mkdir()
     assert len(panel.refresh()) == 0
+    assert panel.problem.value == ""
+
+
+def test_before_the_first_run_the_panel_says_so(by_hand: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback."""
+    monkeypatch.chdir(tmp_path)
+    panel = runs()
+    assert f"{tmp_path / 'runs'} is not a folder; runs go to `runs` in the current folder" in unescape(panel.problem.value)
+    assert "no runs here yet: the first launch makes the folder" in panel._repr_mimebundle_()["text/html"]
+    assert by_hand().ended("finished").path.parent == tmp_path / "runs"
+    assert runs() is panel
+    assert len(panel.refresh()) == 1
     assert panel.problem.value == ""
 
 

@@ -131,7 +131,7 @@ class RunList(display.Shown):
         of = "" if self.total is None else f"{len(self)} of {self.total} runs match. "
         which = "first" if self.order else "newest"
         more = f"the {which} {_SHOWN} of {len(self)}; to_frame() has all. " if len(self) > _SHOWN else ""
-        note = f"{of}{more}throughput: of all ranks, warm-up left out" if rows else of.strip() or "no runs here"
+        note = f"{of}{more}throughput: of all ranks, warm-up left out" if rows else of.strip() or _none_in(self.folder)
         if any(run.loss is None and run.script and run.done for run in self.runs):
             note += "; the loss of a script is not recorded"
         if self.hidden:
@@ -183,9 +183,7 @@ class RunFolder:
             ValueError: it is not a folder.
         """
         if not self.path.is_dir():
-            raise ValueError(
-                f"list_runs: {self.path} is not a folder; runs go to `runs` in the current folder, or to launch(…, runs_dir=…)"
-            )
+            raise ValueError(f"{self.path} is not a folder; runs go to `runs` in the current folder, or to launch(…, runs_dir=…)")
         ended, self._ended = self._ended, {}
         loaded, self._loaded = self._loaded, {}
         read = []
@@ -219,6 +217,15 @@ def _directories(folder: Path) -> Iterator[Path]:
         if _is_run(entry.path):
             path = Path(entry.path)
             yield from filter(_is_run, sorted(path.glob("[0-9][0-9][0-9]*"))) if _is_run(f"{entry.path}/000") else [path]
+
+
+def _none_in(folder: Path) -> str:
+    """What a list without runs says: where they are, if that is the folder `runs` in this one."""
+    if not folder.is_dir():
+        return "no runs here yet: the first launch makes the folder"
+    inner = folder / "runs"
+    count = len(list(_directories(inner))) if inner.is_dir() else 0
+    return f"no runs here, but {units.several(count, 'run')} in {inner}: list_runs({str(inner)!r})" if count else "no runs here"
 
 
 def _is_run(path: str | Path) -> bool:

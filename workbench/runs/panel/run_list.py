@@ -70,14 +70,14 @@ class RunListPanel:
     def __init__(self, folder: str | os.PathLike[str] = "runs") -> None:
         """
         Args:
-            folder: the folder of the run directories.
+            folder: the folder of the run directories. If there is none yet, the panel says so until there is.
 
         Raises:
-            ValueError: it is not a folder.
+            ValueError: it is no path.
         """
         self._folder = RunFolder(folder)
         self._reading, self._lock = threading.Lock(), threading.RLock()  # the second for what is shown; never held while files are listed
-        self.runs = self._folder.read()
+        self.runs = RunList(self._folder.path, ())
         self.text = ipywidgets.Text(placeholder="filter: failed lr=0.1", description="filter", continuous_update=True)
         self.again = ipywidgets.Button(description="Refresh", icon="refresh", tooltip="Look at the folder again")
         self.count, self.problem, self.comparison = (ipywidgets.HTML() for _ in range(3))
@@ -94,7 +94,7 @@ class RunListPanel:
         shown = [top, self.problem, self.table, self.comparison, self.detail]
         self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-trace")
         self._show()
-        self._follow()
+        self.refresh()
 
     @property
     def live(self) -> bool:
@@ -217,12 +217,12 @@ def runs(folder: str | os.PathLike[str] = "runs") -> RunListPanel:
     """Return the panel of the runs in a folder: always the same one, however often it is shown.
 
     Args:
-        folder: the folder of the run directories.
+        folder: the folder of the run directories. If there is none yet, the panel says so until there is.
 
     Raises:
-        ValueError: it is not a folder.
+        ValueError: it is no path.
     """
     path = RunFolder(folder).path
-    if path not in _panels or not path.is_dir():
+    if path not in _panels:
         _panels[path] = RunListPanel(folder)
     return _panels[path]
