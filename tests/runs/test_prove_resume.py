@@ -298,6 +298,8 @@ def test_the_verdict_says_what_happened() -> None:
     assert PARTS["samples"] in str(after)
     assert "first in step 16, on rank 0, after it went on from step 15: the order of the samples" in str(after)
     assert [row[-1] for row in after.table.rows] == ["equal", "differs"]
+    for part in ("loss", "batch"):
+        assert "hash() of a string or the order of a set of strings" in str(proof(Difference(step=2, rank=0, part=part, kills=0)))
     assert "at the end, on rank 0" in str(proof(Difference(step=21, rank=0, part="optimizer", kills=1)))
     assert [row[-1] for row in proof(Difference(step=6, rank=0, part="loss", kills=1)).table.rows] == ["differs", "not compared"]
 

@@ -48,7 +48,8 @@ HINTS = {
     "files that have changed",
     "random": "something draws random numbers outside of the steps, or in another order",
     "loss": "all that goes into the forward is the same: arithmetic that is not repeatable (try deterministic=True), "
-    "or a state that the model keeps outside of its state_dict",
+    "a state that the model keeps outside of its state_dict, or, in model or loss, the time, hash() of a string or the order of a set of "
+    "strings (labels from list(set(…)))",
     "own gradients": "the loss is the same: the backward is not repeatable, try deterministic=True",
     "gradients": "the loss is the same: the ranks' gradients are added in another order (with three ranks or more that shows), or the "
     "backward is not repeatable: try deterministic=True",
