@@ -232,7 +232,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
             raise Unjudged(f"{figure}: the loss is still {times:.2g} times that of an output that is always the same{advice}{more}")
     rare = None if (counts := _counts(call, targets)) is None else int(counts.sum() - counts.max())
     enough = samples >= needed / 3 and (rare is None or rare >= needed / 6)
-    small = 0.05 * gain.usual
+    small, learnt = 0.05 * gain.usual, 0.0
     if not enough or gain.mean > 3 * gain.error or max(gain.mean, 0.0) + 2 * gain.error > small:
         raise Unjudged(f"{figure}: too few to tell{more}")
     if not more and (passes := min(MOST_PASSES, int(0.8 * line.left / max(took, 1e-6)))) > 1:
@@ -241,11 +241,13 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
             arms.append(_labelled(training, line, batches, shuffled=shuffled, passes=passes)[0])
             keep.restore()
         if min(map(len, arms)) == count and all(map(math.isfinite, itertools.chain(*arms))):
-            gain = _Gain.of(arms[0], arms[1], least)
+            learnt, gain = gain.usual, _Gain.of(arms[0], arms[1], least)
+            learnt -= gain.usual  # of shuffled labels by heart, which true ones must surpass by half
             figure += f", and {gain} after {passes} passes over them"
-            if gain.sure:
+            if gain.sure and gain.mean > learnt / 2:
                 return judged(figure)
-    if gain.mean > 2 * gain.error or max(gain.mean, 0.0) + 2 * gain.error > small:
+    most = max(gain.mean, 0.0) + 2 * gain.error
+    if most > learnt / 4 and (gain.mean > 2 * gain.error or most > small):
         raise Unjudged(f"{figure}: too few to tell{more}")
     lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if count < steps else ""
     if not lacks and rare is not None and rare < needed // 2:
