@@ -1,6 +1,8 @@
 """An order of samples that begins within an epoch gives what the whole one gives from there on, augmentation of workers included."""
 
 import itertools
+import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +16,9 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from workbench.data.resumable_sampler import SampleIndex
+from workbench.harness.loaders import shut_down
 from workbench.train import loader as train_loader
-from workbench.train.loader import micro_batches
+from workbench.train.loader import ANEW, micro_batches
 from workbench.train.ranks import Ranks
 from workbench.train.sample_order import SampleOrder, SeededBatches, StepSamples, go_on, position_of
 
@@ -154,6 +157,65 @@ def test_batches_of_workers_are_the_same_wherever_an_epoch_begins(dataset: Datas
     assert len(rest) == 8
     assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
     assert len({float(batch[0, 0]) % 1 for batch in whole}) == 12  # each batch has noise of its own
+
+
+class ByEpoch(Dataset[tuple[int, int]]):
+    """Samples that say which epoch their worker knows of, and which process it is."""
+
+    def __init__(self, epoch: Any = 0) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        if isinstance(self.epoch, int):
+            self.epoch = epoch
+        elif isinstance(self.epoch, torch.Tensor):
+            self.epoch.fill_(epoch)
+        else:
+            self.epoch.value = epoch
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return int(getattr(self.epoch, "value", self.epoch)), os.getpid()
+
+
+class StreamByEpoch(ByEpoch, IterableDataset[tuple[int, int]]):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return map(self.__getitem__, range(8))
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "workers", "anew"),
+    [
+        (ByEpoch(), 1, True),
+        (StreamByEpoch(), 1, True),
+        (ByEpoch(torch.zeros(1).share_memory_()), 1, False),
+        (ByEpoch(multiprocessing.Value("i", 0)), 1, False),
+        (ByEpoch(), 0, False),
+    ],
+    ids=["an attribute", "a stream", "a shared tensor", "a shared value", "no workers"],
+)
+def test_persistent_workers_see_set_epoch(alone: Ranks, dataset: Any, workers: int, anew: bool, seeded: bool) -> None:
+    """Torch's persistent workers keep the dataset of the first epoch, so a curriculum by epoch did not happen."""
+    loader: DataLoader[Any] = DataLoader(
+        SeededBatches(dataset) if seeded and not isinstance(dataset, IterableDataset) else dataset,
+        4,
+        num_workers=workers,
+        persistent_workers=bool(workers),
+        multiprocessing_context="fork" if workers else None,
+    )
+    said: list[str] = []
+    batches = micro_batches(loader, 1, alone, warn=said.append)
+    given = [next(batches) for _ in range(6)]  # three epochs of two batches
+    assert [int(epochs[0]) for epochs, _ in given] == [0, 0, 1, 1, 2, 2]
+    processes = [int(worker[0]) for _, worker in given]
+    assert len(set(processes)) == (3 if anew else 1)
+    assert [note for note in said if "set_epoch" in note] == ([ANEW] if anew else [])
+    batches.close()
+    if workers:
+        shut_down(loader._iterator)
 
 
 def test_the_generators_of_the_training_process_are_left_alone() -> None:

@@ -112,7 +112,8 @@ class RunSpec(_Spec):
     prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))
     """Batches that each worker keeps ready; None = torch's default of 2. Needs num_workers."""
     persistent_workers: bool = knob(False, turned_in="loader", predicted=True)
-    """Keep the workers from one epoch to the next. Needs num_workers."""
+    """Keep the workers from one epoch to the next. Needs num_workers. If the dataset has `set_epoch` and does not keep the epoch in shared
+    memory, they would not see it, and are started anew with each epoch."""
     pin_memory: bool = knob(False, turned_in="loader", predicted=True)
     """Put batches into page-locked memory, so that copies to a GPU can overlap with compute."""
     nproc_per_node: int = knob(

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, MutableMapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import torch
@@ -11,12 +12,19 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.harness.batches import map_tensors
+from workbench.harness.loaders import shut_down
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, built
 from workbench.timeline.reading import FirstBatches
 from workbench.train.preemption import spare_worker, start_workers
 from workbench.train.ranks import Ranks, choose_device
 from workbench.train.sample_order import SampleOrder, SeededBatches, read_of_stream
+
+ANEW = (
+    "the dataset has set_epoch, which persistent workers would not see: in spite of persistent_workers=True they are started anew with "
+    "each epoch. To keep them, hold the epoch in shared memory: a tensor of one number with share_memory_(), or a multiprocessing.Value"
+)
+"""Note of a training whose persistent workers are started anew."""
 
 
 def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoader[Any]":
@@ -107,12 +115,13 @@ def micro_batches(
     ready: Callable[[], None] | None = None,
 ) -> Generator[Any, None, None]:
     """Endless micro-batches, each epoch in another order. An epoch ends with a whole optimizer step and drops the rest (a stream is read to
-    its end, and the step continues with the next epoch's batches).
+    its end, and the step continues with the next epoch's batches). Workers that persist, and do not see the `set_epoch` of their dataset,
+    are started anew with each epoch.
 
     Args:
         done: optimizer steps that were taken before, whose batches are left out (of a stream, and of a loader whose sampler is not a
             SampleOrder, they are read and dropped).
-        warn: called with a warning where the workers of a stream give the same samples.
+        warn: called with a warning where the workers of a stream give the same samples, or persistent ones are started anew.
         ready: called before the first batch that is not left out is read.
 
     Raises:
@@ -135,6 +144,11 @@ def micro_batches(
         for shuffled in (loader.sampler, loader.dataset):
             if hasattr(shuffled, "set_epoch"):
                 shuffled.set_epoch(epoch)
+        if epoch > first and loader.persistent_workers and hasattr(loader.dataset, "set_epoch") and not _shares(loader.dataset, epoch):
+            if epoch == first + 1:
+                warn(ANEW)
+            shut_down(loader._iterator)
+            loader._iterator = None
         batch: Any = None
         count = whole
         if order:
@@ -154,6 +168,17 @@ def micro_batches(
                 f"the task's dataset, a stream ({type(loader.dataset).__name__}), ended before it had given rank {ranks.rank} "
                 f"one micro-batch of {loader.batch_size} samples: try a smaller micro_batch, or a longer stream"
             )
+
+
+def _shares(dataset: Any, epoch: int) -> bool:
+    """Does a dataset keep the epoch in shared memory, where its workers see it? So do streamed datasets of Hugging Face."""
+    inside = dataset.dataset if isinstance(dataset, SeededBatches) else dataset
+    for value in list(getattr(inside, "__dict__", {}).values()):
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_shared() and value.item() == epoch:  # type: ignore[no-untyped-call]
+            return True
+        if isinstance(value, SynchronizedBase) and getattr(value, "value", None) == epoch:
+            return True
+    return False
 
 
 def _check_parts_differ(batch: Any, ranks: Ranks) -> None:
