@@ -17,12 +17,15 @@ from workbench.batch.analysis.lr_race import (
     CANDIDATE_SPACING,
     INTERPOLATED,
     MAX_APART,
+    MAX_GAP,
     OutOfBatches,
     conclude,
     first_candidates,
     interpolate,
+    neighbours,
     race,
     ranking,
+    untried,
     winner,
 )
 from workbench.batch.analysis.lr_range import (
@@ -190,12 +193,69 @@ def test_a_race_finds_the_lowest_point(best: float) -> None:
     assert ranking(ran)[0].mean(1) == min(one.mean(1) for one in ran if len(one.scores) == len(ranking(ran)[0].scores))
 
 
+DETECTOR = {
+    "steep": 0.00174,
+    "minimum/10": 2.16,
+    "valley": 0.171,
+    "slide": 3.19,
+    "lightning": 0.00174,
+    "torch-lr-finder": 0.0152,
+}
+"""Suggestions for a small detector with batch norm and AdamW, whose sweeps explode only at 40. The best rate is about 0.015."""
+
+
+def plateau(lr: float, number: int = 0) -> float:
+    """Loss of a race of that detector, about: lowest at 0.015, and above 0.2 a plateau that goes up and down."""
+    if lr > 20:
+        return 4.0
+    basin = 0.0018 + 0.006 * math.log10(lr / 0.015) ** 2 * (6 if lr < 0.015 else 1)
+    return min(basin, 0.0185 + 0.004 * math.sin(5 * math.log(lr)))
+
+
+@pytest.mark.parametrize("left_out", [(), ("torch-lr-finder",), ("torch-lr-finder", "valley")])
+def test_the_best_candidate_is_surrounded_though_suggestions_lie_far_apart(left_out: tuple[str, ...]) -> None:
+    """It answered 0.28, and another time 6.83: between 0.00174 and 0.28 there was no candidate, though one rule suggested 0.0152."""
+    rules = [RuleSuggestion(rule=rule, lr=lr) for rule, lr in DETECTOR.items() if rule not in left_out]
+    ran = race(first_candidates(rules), plateau)
+    assert all(min(abs(math.log(one.lr / (rule.lr or 0))) for one in ran) < math.log(CANDIDATE_SPACING) / 2 for rule in rules)
+    found = winner(ran, 0.776)
+    assert 0.015 / CANDIDATE_SPACING < found.lr < 0.015 * CANDIDATE_SPACING
+    assert not untried(ran, found)
+    sweeps = [LrSweep(lrs=geometric(1e-3, 10, 50), losses=tuple(plateau(lr) for lr in geometric(1e-3, 10, 50)))]
+    answer = conclude(sweeps, ran)
+    assert answer.low is not None
+    assert answer.high is not None
+    assert answer.high < 0.2  # it was 38: nine tenths of the fall from 0.776 is what the whole plateau has
+    assert "Not tried" not in answer.why
+
+
+@given(st.floats(1e-4, 10), st.lists(st.floats(1e-5, 30), min_size=6, max_size=6))
+def test_a_candidate_without_near_neighbours_is_said(best: float, lrs: list[float]) -> None:
+    rules = [RuleSuggestion(rule=rule, lr=lr) for rule, lr in zip(RULES, lrs, strict=True)]
+    first = first_candidates(rules)
+    ran = race(first, hill(best))
+    found = winner(ran, 2.0)
+    below, above = neighbours(ran, found)
+    near = below is not None and above is not None and above.lr <= found.lr * MAX_GAP * 1.001 and found.lr <= below.lr * MAX_GAP * 1.001
+    assert near or untried(ran, found).startswith(". Not tried: learning rates ")
+    if first[0].lr / 5 < best < first[-1].lr * 5:  # within the candidates, or a little beyond
+        assert near
+        assert best / 1.6 <= found.lr <= best * CANDIDATE_SPACING**0.75
+
+
+def test_what_was_not_tried() -> None:
+    row = [Candidate(lr=lr, name="", scores=(1.0,)) for lr in (0.001, 0.1, 0.2, 10.0)]
+    assert untried(row, row[1]) == ". Not tried: learning rates between 0.001 and 0.1, where a better one may be"
+    assert untried(row, row[2]) == ". Not tried: learning rates between 0.2 and 10, where a better one may be"
+    assert untried(row, row[3]) == ". Not tried: learning rates between 0.2 and 10 and above 10, where a better one may be"
+
+
 def test_all_candidates_diverge() -> None:
     rules = (RuleSuggestion(rule="minimum/10", lr=0.03),)
     ran = race(first_candidates(rules), lambda lr, number: math.inf)
     found = conclude([curve(seed) for seed in range(3)], ran, race_steps=80)
     assert found.lr is None
-    assert "none of 8 candidates from" in found.why
+    assert "none of 4 candidates from" in found.why
     assert LrFound.from_json(found.to_json()) == found
 
 
@@ -210,16 +270,17 @@ def test_a_race_that_is_broken_off_keeps_its_scores() -> None:
     ran = race(first_candidates((RuleSuggestion(rule="minimum/10", lr=0.03),)), run)
     assert len(ran) == 5
     assert all(len(one.scores) == 1 for one in ran)
+    found = conclude([curve(seed) for seed in range(3)], ran, race_steps=80)
+    assert found.why.endswith("over 1 round. Not tried: learning rates below 0.00533, where a better one may be")
 
 
-def test_steep_takes_part_where_it_stands_apart() -> None:
-    def names(steepest: float) -> set[str]:
-        return {
-            one.name for one in first_candidates((RuleSuggestion(rule="minimum/10", lr=0.1), RuleSuggestion(rule="steep", lr=steepest)))
-        }
+def test_every_rule_takes_part_where_it_stands_apart() -> None:
+    def names(lr: float, rule: str) -> set[str]:
+        return {one.name for one in first_candidates((RuleSuggestion(rule="minimum/10", lr=0.1), RuleSuggestion(rule=rule, lr=lr)))}
 
-    assert "steep" in names(0.001)
-    assert "steep" not in names(0.101)
+    for rule in RULES.keys() - {"minimum/10"}:
+        assert rule in names(0.001, rule)
+        assert rule not in names(0.101, rule)
     assert first_candidates((RuleSuggestion(rule="minimum/10", lr=None),)) == ()
 
 

@@ -56,8 +56,8 @@ def find_lr(
     """Find a learning rate by a range test with several seeds, and verify it in a short race.
 
     In a sweep, the learning rate grows from far too small to far too large, and six published rules suggest a rate from the losses. The
-    rules differ from each other, and from seed to seed. So several rates near the suggestions then train for `race_steps` steps each over
-    equal batches, and the loss decides.
+    rules differ from each other, and from seed to seed. So the suggestions, and rates beside the best of them, then train for `race_steps`
+    steps each over equal batches, and the loss decides.
 
     * `find_lr(step, loader)` runs in this process. `step(batch)` does one whole optimizer step and returns the loss. Model, optimizer,
       random generators and loader are restored, also after an error. Under DDP all ranks call it and get the same answer.

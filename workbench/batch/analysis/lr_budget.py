@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workbench.batch.analysis.lr_race import ABOVE, BELOW, SURVIVORS
+from workbench.batch.analysis.lr_race import SURVIVORS
 
 SWEEP_SHARE = 0.4
 """Share of the time in which sweeps begin; the race, which verifies, has the rest."""
@@ -10,8 +10,8 @@ MIN_ITERATIONS, MIN_RACE_STEPS = 30, 20
 """Steps below which a sweep, or a round of the race, says nothing."""
 RESERVE = 1.25
 """The search may take so many times its budget before a round of the race is cut short: some rounds are added on the way."""
-ROUNDS, FEWEST_ROUNDS = BELOW + ABOVE + 1 + SURVIVORS + 6, BELOW + ABOVE + 1
-"""Rounds of a race, about: with all that it may add, and the fewest in which every candidate trains."""
+MORE_ROUNDS = SURVIVORS + 8
+"""Rounds of a race, about, beside the first one of each candidate: those of survivors and of candidates that are added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,16 @@ class LrBudget:
         """May another sweep begin?"""
         return self.seconds is None or elapsed + sweep <= SWEEP_SHARE * self.seconds
 
-    def race_steps(self, planned: int, elapsed: float, step: float) -> int:
-        """Steps of a round of the race; 0 = there is no time for one.
+    def race_steps(self, planned: int, elapsed: float, step: float, candidates: int) -> int:
+        """Steps of a round of the race between so many candidates; 0 = there is no time for one.
 
-        >>> budget = LrBudget(seconds=60)
-        >>> budget.race_steps(80, 20, 0.02), budget.race_steps(80, 20, 0.04), budget.race_steps(80, 20, 0.2), budget.race_steps(80, 50, 0.2)
-        (80, 55, 25, 0)
+        >>> [LrBudget(seconds=60).race_steps(80, elapsed, step, 8) for elapsed, step in ((20, 0.02), (20, 0.04), (20, 0.2), (50, 0.2))]
+        [80, 50, 25, 0]
         """
         if self.seconds is None or step <= 0:
             return planned
         steps = (self.seconds - elapsed) / step
-        for rounds in (ROUNDS, FEWEST_ROUNDS):
+        for rounds in (candidates + MORE_ROUNDS, candidates):
             if steps / rounds >= min(planned, MIN_RACE_STEPS):
                 return min(planned, int(steps / rounds))
         return 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from workbench.batch.analysis.lr_range import (
     AS_GOOD,
+    AS_GOOD_LOSS,
     MIN_ERRORS,
     Candidate,
     LrFound,
@@ -23,9 +24,12 @@ from workbench.core.units import several
 STEPS = 80
 """Steps of a round. On a Fashion-MNIST perceptron 40 are too few for a batch of 8, and 160 choose no better."""
 CANDIDATE_SPACING = 10**0.25
-"""Ratio of neighbouring candidates."""
-BELOW, ABOVE = 2, 5
-"""Candidates below and above a tenth of the minimum's learning rate."""
+"""Ratio of neighbouring candidates near the best one."""
+MAX_GAP = CANDIDATE_SPACING**1.5
+"""Largest ratio of the best candidate to a neighbour. A wider gap gets a candidate in its middle, or the result says that nothing in it was
+tried."""
+COARSE = tuple(10 ** (k / 2) for k in range(-1, 3))
+"""Multiples of a tenth of the minimum's learning rate that take part beside the suggestions of the rules."""
 SURVIVORS = 4
 """Candidates of the second round. In the third the best meets the interpolated one."""
 INTERPOLATED = "between"
@@ -36,8 +40,8 @@ for a long training. In 28 searches over the settings of `benchmarks/lr_finder.p
 this at most 1.3."""
 TIE = 0.02
 """Share of the loss's fall within which the interpolated candidate is preferred: the parabola averages the noise of three."""
-MAX_ADDED = 6
-"""Most candidates that are added beyond an end, because the best one is at that end."""
+MAX_ADDED = 10
+"""Most candidates that are added beside the best one. Eight close a gap of four decades on both sides of it."""
 SAME_LOG = 0.05
 """Logarithms that differ by less are one learning rate."""
 
@@ -50,25 +54,25 @@ class OutOfBatches(Exception):
 
 
 def first_candidates(rules: Sequence[RuleSuggestion]) -> tuple[Candidate, ...]:
-    """Learning rates around a tenth of the minimum's, which varies least from seed to seed, and the steepest slope's.
+    """Learning rates around a tenth of the minimum's, which varies least from seed to seed, and the suggestions of all other rules.
 
-    Neither is right everywhere: with SGD the former is up to 5 times too small, with Adam at small batches the latter diverges.
+    None is right everywhere: with SGD a tenth of the minimum's is up to 5 times too small, with Adam at small batches the steepest slope's
+    diverges, and where normalisation keeps the loss finite at any rate a tenth of the minimum's is a hundred times too large.
     """
     known = {rule.rule: rule.lr for rule in rules}
-    middle, steepest = known.get("minimum/10"), known.get("steep")
+    middle = known.pop("minimum/10", None)
     if middle is None:
         return ()
-    candidates = [
-        Candidate(lr=middle * CANDIDATE_SPACING**k, name="minimum/10" if not k else f"minimum/10 × {CANDIDATE_SPACING**k:.2g}")
-        for k in range(-BELOW, ABOVE + 1)
-    ]
-    if steepest and all(abs(math.log(steepest / candidate.lr)) > math.log(CANDIDATE_SPACING) / 2 for candidate in candidates):
-        candidates.append(Candidate(lr=steepest, name="steep"))
+    candidates = [Candidate(lr=middle * factor, name="minimum/10" if factor == 1 else f"minimum/10 × {factor:.2g}") for factor in COARSE]
+    for rule, lr in known.items():
+        if lr and all(abs(math.log(lr / candidate.lr)) > math.log(CANDIDATE_SPACING) / 2 for candidate in candidates):
+            candidates.append(Candidate(lr=lr, name=rule))
     return tuple(sorted(candidates, key=lambda candidate: candidate.lr))
 
 
 def race(candidates: Sequence[Candidate], run: Runner) -> tuple[Candidate, ...]:
-    """Train all candidates for a round, then the best ones for more. While the best is the smallest or largest, a further one is added.
+    """Train all candidates for a round, then the best ones for more. Candidates are added until the best one has a near neighbour on
+    either side.
 
     Args:
         candidates: at least one.
@@ -82,18 +86,24 @@ def race(candidates: Sequence[Candidate], run: Runner) -> tuple[Candidate, ...]:
     def score(lr: float, number: int) -> None:
         known[lr] = replace(known[lr], scores=(*known[lr].scores, run(lr, number)))
 
+    def surround(rounds: int) -> None:
+        """Add candidates beside the best one; they train for so many rounds."""
+        while len(known) < len(candidates) + MAX_ADDED:
+            best = ranking(known.values())[0]
+            beside = next_candidate(known.values(), best)
+            if beside is None or not math.isfinite(best.mean(rounds)):
+                return
+            known[beside.lr] = beside
+            for number in range(rounds):
+                score(beside.lr, number)
+
     try:
         for lr in sorted(known):
             score(lr, 0)
-        for _ in range(MAX_ADDED):
-            best, ends = ranking(known.values())[0], (min(known), max(known))
-            if best.lr not in ends or not math.isfinite(best.mean(1)):
-                break
-            lr = best.lr * CANDIDATE_SPACING if best.lr == ends[1] else best.lr / CANDIDATE_SPACING
-            known[lr] = Candidate(lr=lr, name="beyond the end")
-            score(lr, 0)
+        surround(1)
         for survivor in ranking(known.values())[:SURVIVORS]:
             score(survivor.lr, 1)
+        surround(2)
         best = ranking(known.values())[0]
         if between := interpolate(known.values(), best):
             known[between] = Candidate(lr=between, name=INTERPOLATED)
@@ -106,6 +116,25 @@ def race(candidates: Sequence[Candidate], run: Runner) -> tuple[Candidate, ...]:
     return tuple(known[lr] for lr in sorted(known) if known[lr].scores)
 
 
+def neighbours(candidates: Iterable[Candidate], best: Candidate) -> tuple[Candidate | None, Candidate | None]:
+    """The candidates with the next smaller and the next larger learning rate; None = there is none."""
+    row = sorted(candidates, key=lambda candidate: candidate.lr)
+    place = row.index(best)
+    return row[place - 1] if place else None, row[place + 1] if place + 1 < len(row) else None
+
+
+def next_candidate(candidates: Iterable[Candidate], best: Candidate) -> Candidate | None:
+    """A candidate beyond the end at which the best one is, or in the wider gap beside it; None = it has near neighbours."""
+    below, above = neighbours(candidates, best)
+    if below is None or above is None:
+        lr = best.lr * CANDIDATE_SPACING if above is None else best.lr / CANDIDATE_SPACING
+        return Candidate(lr=lr, name="beyond the end")
+    wider = max(below, above, key=lambda candidate: abs(math.log(candidate.lr / best.lr)))
+    if max(wider.lr / best.lr, best.lr / wider.lr) <= MAX_GAP:
+        return None
+    return Candidate(lr=math.sqrt(wider.lr * best.lr), name="in a gap")
+
+
 def ranking(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The best first: by the number of rounds, then by the mean loss."""
     return sorted(candidates, key=lambda candidate: (-len(candidate.scores), candidate.mean(len(candidate.scores))))
@@ -115,11 +144,10 @@ def interpolate(candidates: Iterable[Candidate], best: Candidate) -> float | Non
     """The learning rate a little (SAFETY) below the lowest point of a parabola through the first scores of the best candidate and its
     neighbours, over log η; None = a neighbour is missing or diverged, the parabola opens downwards, or its lowest point is the best one.
     """
-    row = sorted(candidates, key=lambda candidate: candidate.lr)
-    place = row.index(best)
-    if not 0 < place < len(row) - 1:
+    below, above = neighbours(candidates, best)
+    if below is None or above is None:
         return None
-    (x, a), (y, b), (z, c) = [(math.log(candidate.lr / best.lr), candidate.scores[0]) for candidate in row[place - 1 : place + 2]]
+    (x, a), (y, b), (z, c) = [(math.log(candidate.lr / best.lr), candidate.scores[0]) for candidate in (below, best, above)]
     if not all(map(math.isfinite, (a, b, c))):
         return None
     left, right = (b - a) / (y - x), (c - b) / (z - y)
@@ -177,11 +205,35 @@ def conclude(
             f"below its start, {start:.4g}, though it falls in the sweeps. Try a warm-up, gradient clipping, or set low= and high="
         )
         return replace(result, why=why)
-    near = [candidate.lr for candidate in ran if start - candidate.scores[0] >= AS_GOOD * (start - best.scores[0])]
+    near = _as_good(ran, best, start)
     rounds = len(best.scores)
     how = "it is between the best candidates, and did as well" if best.name == INTERPOLATED else "it had the lowest mean loss"
     why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} over {several(rounds, 'round')}"
-    return replace(result, lr=best.lr, low=min(near), high=max(near), verified=True, why=why)
+    return replace(result, lr=best.lr, low=min(near), high=max(near), verified=True, why=why + untried(ran, best))
+
+
+def _as_good(ran: Sequence[Candidate], best: Candidate, start: float) -> list[float]:
+    """The learning rates of the candidates that did about as well as the best one in the first round."""
+    goal = best.scores[0]
+    worst = start - AS_GOOD * (start - goal)
+    if goal > 0:
+        worst = min(worst, AS_GOOD_LOSS * goal)
+    return [candidate.lr for candidate in ran if candidate.scores[0] <= worst]
+
+
+def untried(ran: Sequence[Candidate], best: Candidate) -> str:
+    """Which learning rates next to the best one no candidate had, as the end of a sentence; empty = it has near neighbours."""
+    below, above = neighbours(ran, best)
+    missing = []
+    if below is None:
+        missing.append(f"below {lr_text(best.lr)}")
+    elif best.lr / below.lr > MAX_GAP:
+        missing.append(f"between {lr_text(below.lr)} and {lr_text(best.lr)}")
+    if above is None:
+        missing.append(f"above {lr_text(best.lr)}")
+    elif above.lr / best.lr > MAX_GAP:
+        missing.append(f"between {lr_text(best.lr)} and {lr_text(above.lr)}")
+    return f". Not tried: learning rates {' and '.join(missing)}, where a better one may be" if missing else ""
 
 
 MAX_APART = 30.0

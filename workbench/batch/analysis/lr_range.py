@@ -32,6 +32,9 @@ MIN_POINTS = 10
 """A sweep with fewer points left suggests nothing."""
 AS_GOOD = 0.9
 """A candidate whose loss fell by this share of the winner's fall is as good: `low` and `high` are the outermost of them."""
+AS_GOOD_LOSS = 1.5
+"""And its loss is at most so many times the winner's, if that is above 0. It decides where the loss fell to less than a sixth of its start:
+there most candidates reach nine tenths of the fall, though their losses differ by a factor of ten."""
 
 
 class LrRangeError(ValueError):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.batch.analysis.lr_budget import LrBudget
-from workbench.batch.analysis.lr_race import STEPS, SURVIVORS, OutOfBatches, cannot_tell, conclude, first_candidates, race
+from workbench.batch.analysis.lr_budget import MORE_ROUNDS, LrBudget
+from workbench.batch.analysis.lr_race import STEPS, OutOfBatches, cannot_tell, conclude, first_candidates, race
 from workbench.batch.analysis.lr_range import (
     BETA,
     DIVERGED,
@@ -210,8 +210,8 @@ def find(
     """Find a learning rate for a step, and restore weights, optimizer, random generators and loader.
 
     A first sweep finds where the loss explodes; `sweeps` more, each from the same weights with other batches, give the suggestions of six
-    published rules; learning rates around them then run a race over equal batches. Where a process group is initialised, all of its ranks
-    have to call this: their losses are averaged, and they decide alike.
+    published rules; these and learning rates beside the best of them then run a race over equal batches. Where a process group is
+    initialised, all of its ranks have to call this: their losses are averaged, and they decide alike.
 
     Args:
         step: `step(batch)` does one optimizer step and returns the loss. With `accumulation` it gets a tuple of so many batches.
@@ -308,10 +308,11 @@ class _Search:
                 f"{self.iterations} steps. Give a list, a DataLoader or another iterable that can be read again"
             )
         ran: Sequence[Candidate] = ()
-        self._fit_race()
-        if not cannot_tell(done) and self.race_steps:
-            candidates = first_candidates(suggestions_over_seeds(done))
-            self.driver.planned = self.driver.taken + (len(candidates) + SURVIVORS + 4) * self.race_steps
+        candidates = () if cannot_tell(done) else first_candidates(suggestions_over_seeds(done))
+        if candidates:
+            self._fit_race(len(candidates))
+        if candidates and self.race_steps:
+            self.driver.planned = self.driver.taken + (len(candidates) + MORE_ROUNDS) * self.race_steps
             ran = race(candidates, self._round)
         return conclude(
             done, ran, race_steps=self.race_steps, batch=self._samples(), steps=self.driver.taken, notes=tuple(dict.fromkeys(self.notes))
@@ -337,9 +338,9 @@ class _Search:
         self.iterations = fit
         return [*lrs[:TIMED], *geometric(lrs[TIMED], lrs[-1], fit - TIMED)]
 
-    def _fit_race(self) -> None:
+    def _fit_race(self, candidates: int) -> None:
         """Shorter rounds, or no race, where there is no time for more."""
-        fit = self.budget.race_steps(self.race_steps, self.driver.elapsed, self._step())
+        fit = self.budget.race_steps(self.race_steps, self.driver.elapsed, self._step(), candidates)
         if fit < self.race_steps:
             kept = f"to keep to the budget of {self.budget.seconds:.0f} s: a larger budget_s= makes the result surer"
             fewer = f"rounds of the race have {fit} steps instead of {self.race_steps}, {kept}"
