@@ -335,6 +335,7 @@ def test_what_counts_as_a_repeat(by_hand: Any) -> None:
     assert wb.compare(first, other).notes == [said]
     assert wb.compare(first, same).notes == []
     by_list = wb.compare([first, other], [third, same])
+    assert by_list.table.rows[0][4] == "20.0 samples/s", "the ends of a range that read the same are left out"
     assert by_list.groups == ((first, other), (third, same))
     assert by_list.labels == ["by-hand (1, 2)", "by-hand (3, 4)"]
 
@@ -360,6 +361,12 @@ def test_a_comparison_names_what_differs_beside_the_knobs(by_hand: Any) -> None:
     assert three.notes[0].startswith("the runs also differ in variables (N_SAMPLES), data (samples): ")
     unknown = Run.load(by_hand(spec=RunSpec(task="t.py:build").to_json(), variables={"N_SAMPLES": "80"}).steps(20).ended("finished").path)
     assert wb.compare(whole, unknown).notes == [], "what one of the runs did not record says nothing"
+    paths = []
+    for name, shared in (("t", "1"), ("u", "2")):
+        paths.append(by_hand(spec=RunSpec(task=f"{name}.py:build").to_json()).steps(20).ended("finished").path)
+        recorded = {"code": {f"{name}.py": name, "net.py": shared}, "data": {"type": f"{name}.Numbers", "samples": 80}}
+        run_directory.write_json(paths[-1] / run_directory.ENVIRONMENT, recorded)
+    assert wb.compare(*paths).notes[0].startswith("the runs also differ in code (net.py): "), "each task has a file of its own"
     groups = wb.compare([whole, less], [trained(80, lr=0.1), trained(64, lr=0.1)])
     assert groups.notes == [], "the first launches of the groups have the same data"
 

@@ -223,8 +223,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _ends(values: Sequence[float], show: Callable[[float], str] = units.digits) -> str:
-    """The lowest and the highest of several values, in parentheses; nothing for one."""
-    return f" ({show(min(values))} … {show(max(values))})" if len(values) > 1 else ""
+    """The lowest and the highest of several values, in parentheses; nothing where they read the same."""
+    ends = [show(end(values)) for end in (min, max)] if values else []
+    return f" ({' … '.join(ends)})" if len({*ends}) > 1 else ""
 
 
 def _loss_as_text(group: Sequence[Run]) -> str:
@@ -404,7 +405,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
 def differing_sections(runs: Sequence[Run]) -> list[str]:
     """In what runs differ beside their specs, what these set, and their outcome: sections, each with the first few names.
 
-    Of environment and versions, what the ranks of one of the runs did not write, as those of a script, is left out.
+    Of environment and versions, what the ranks of one of the runs did not write, as those of a script, is left out. So are, if the tasks
+    or scripts are others, their own files and the modules of their datasets.
     """
     found: dict[str, list[str]] = {}
     all_of, written = differences(runs), [read_or_none(run.path / run_directory.ENVIRONMENT) for run in runs]
@@ -414,8 +416,12 @@ def differing_sections(runs: Sequence[Run]) -> list[str]:
         if section in ("spec", "imports", "outcome") or (section in ("git", "environment") and name in left_out):
             continue
         unknown = any(value is None and section not in kept for value, kept in zip(values, written, strict=True))
-        if not (unknown and section in ("environment", "versions")):
-            found.setdefault(section, []).append(name)
+        if unknown and section in ("environment", "versions"):
+            continue
+        of_dataset = name == "type" and len({str(value).rpartition(".")[2] for value in values}) == 1
+        if knobs & {"task", "script"} and (of_dataset or (section == "code" and None in values)):
+            continue
+        found.setdefault(section, []).append(name)
     return [f"{section} ({several_of(names)})" for section, names in found.items()]
 
 
