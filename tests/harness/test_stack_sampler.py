@@ -129,6 +129,12 @@ def keeps(path: str = f"/tmp/sampled-{os.getpid()}.pt") -> None:
     torch.save({str(i): torch.zeros(100) for i in range(1000)}, path)
 
 
+def save_curves() -> None:
+    step()
+    csv = "".join(f"{i},{i * i}\n" for i in range(20_000))
+    assert csv
+
+
 def scores() -> None:
     step()
     NET.eval()
@@ -148,6 +154,7 @@ def scores() -> None:
         (logs, "logs", "logging"),
         (dumps, "dumps", "logging"),
         (keeps, "keeps", "checkpoint"),
+        (save_curves, "save_curves", None),
         (scores, "scores", "evaluation"),
     ],
 )
@@ -314,6 +321,11 @@ SITE = f"{Path(torch.__file__).parents[1]}"
         (f"{Path(threading.__file__).parent}/json/encoder.py", "work", None),
         ("/home/me/train.py", "save_checkpoint", Place("train.py:3 save_checkpoint", "checkpoint")),
         ("/home/me/train.py", "saveCheckpoint", Place("train.py:3 saveCheckpoint", "checkpoint")),
+        ("/home/me/train.py", "save_best_model", Place("train.py:3 save_best_model", "checkpoint")),
+        ("/home/me/train.py", "saveState", Place("train.py:3 saveState", "checkpoint")),
+        ("/home/me/train.py", "save_picture", Place("train.py:3 save_picture")),  # nor is it one if it draws with the next two
+        (f"{SITE}/matplotlib/figure.py", "savefig", Place("figure.py:3 savefig")),
+        (f"{SITE}/PIL/Image.py", "save", Place("Image.py:3 save")),
         ("/home/me/train.py", "validate", Place("train.py:3 validate", "evaluation")),
         ("/home/me/train.py", "log_metrics", Place("train.py:3 log_metrics", "logging")),
         ("/home/me/train.py", "dialogue", Place("train.py:3 dialogue")),

@@ -110,10 +110,16 @@ FILES = {
     "optimizer": re.compile(r"torch/optim/(?!lr_scheduler|swa_utils)"),
 }
 NAMES = {
-    "checkpoint": re.compile(r"(^|_)(save|saving|checkpoint|checkpoints|ckpt|snapshot)(_|$)", re.IGNORECASE),
+    "checkpoint": re.compile(
+        r"(^|_)(checkpoint|checkpoints|ckpt|snapshot)(_|$)|(^|_)(save|saving)_.*(model|net|network|weights|parameters|state|optimizer)",
+        re.IGNORECASE,
+    ),
     "evaluation": re.compile(r"(^|_)(eval|evaluate|evaluation|valid|validate|validation)(_|$)", re.IGNORECASE),
     "logging": re.compile(r"(^|_)(log|logs|logging|report|print)(_|$)", re.IGNORECASE),
 }
+"""Words in the names of functions. What a function saves without a word for it, such as a picture, is no checkpoint."""
+WRITERS = re.compile(r"(^|_)save(_|$)")
+"""In the names of those functions of torch.serialization that write a file."""
 SOURCE = {
     "checkpoint": re.compile(r"\btorch\.save\(|\bfsync\(|\bpickle\.dump\(|\bnp\.save"),
     "logging": re.compile(r"\bprint\(|\bjson\.dump|\.write\(|\.writerow\(|\.flush\(|\bwandb\.|\.add_scalar"),
@@ -323,7 +329,7 @@ def _find_facts(code: CodeType) -> tuple[int, str | None, bool]:
     path, name = code.co_filename.replace("\\", "/"), code.co_name
     whose = _whose(path)
     kind = next((kind for kind, pattern in FILES.items() if pattern.search(path)), None)
-    if kind == "checkpoint" and path.endswith("serialization.py") and not NAMES["checkpoint"].search(name):
+    if kind == "checkpoint" and path.endswith("serialization.py") and not WRITERS.search(name):
         kind = None  # reading one
     if kind is None and whose in (USER, PACKAGE):
         kind = next((kind for kind, pattern in NAMES.items() if pattern.search(_words(name))), None)
