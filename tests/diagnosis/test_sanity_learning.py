@@ -14,7 +14,7 @@ import workbench as wb
 from workbench.diagnosis.analysis.sanity import CAUSES, Check
 from workbench.diagnosis.measure import sanity
 from workbench.diagnosis.measure.checked_training import Training, Unjudged, observe, of_step, of_task
-from workbench.diagnosis.measure.sanity_learning import overfitting
+from workbench.diagnosis.measure.sanity_learning import STEPS_BY_HEART, overfitting
 from workbench.runs.target import Step
 
 WIDTH, CLASSES, WORDS, LENGTH = 8, 4, 32, 12
@@ -747,3 +747,25 @@ def test_two_models_that_train_against_each_other(detached: bool) -> None:
     assert found["gradient flow"].passed is not detached
     if detached:
         assert found["gradient flow"].place.startswith("model[0].")
+
+
+class Hurried:
+    """Time that ends after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = float(steps)
+
+    def say(self, *_: Any) -> None:
+        self.left -= 1
+
+
+@pytest.mark.parametrize("steps", [20, 2000])
+def test_a_loss_that_still_falls_when_time_ends_is_no_fault(steps: int) -> None:
+    """A U-Net with steps of 1.2 s "does not overfit", in 17 of 200 steps: it had no time for more."""
+    training = of_task(task(optimizer="sgd(lr=0.002)"), wb.RunSpec(task="given", device="cpu"), ())
+    seen = observe(training)
+    if steps > STEPS_BY_HEART:
+        overfitting(training, seen, Hurried(steps), {})
+    else:
+        with pytest.raises(Unjudged, match=r"\d+ of 200 steps fitted into the budget; give a larger budget_s"):
+            overfitting(training, seen, Hurried(steps), {})

@@ -78,9 +78,10 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
             raise Unjudged(f"{figure}, and {f'only {len(updates)}' if updates else 'none'} of them updated the weights")
         if (last := _largest_rate(training)) < FALLEN_RATE * rate:
             raise Unjudged(f"{figure}, in which the learning rate falls from {rate:.3g} to {last:.3g}: does a schedule step too often?")
+        _has_taken_enough(steps, left, first, figure)
         return judged(figure, "does_not_overfit")
     maximizes = any(group.get("maximize") for optimizer in training.optimizers for group in optimizer.param_groups)
-    loss, left_by_adam = training.loss, math.inf
+    loss, left_by_adam, fewest = training.loss, math.inf, steps
     for rate in (1e-2, 1e-3):
         keep.restore()
         weights = [weight for weight in training.models[0].parameters() if weight.requires_grad]
@@ -93,7 +94,8 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
             adam.step()
             return value.detach()
 
-        _, other, _, _ = _by_heart(step, training, batch, line)
+        _, other, _, tried = _by_heart(step, training, batch, line)
+        fewest = min(fewest, tried)
         left_by_adam = min(left_by_adam, other)
         if other - least <= LEARNT * (first - least):
             cause = "maximizes" if maximizes else "" if left <= 0.5 * first else "learning_rate"
@@ -109,7 +111,14 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         return judged(f"{figure}; to {left_by_adam:.3g} with Adam", "maximizes" if maximizes else "learning_rate")
     if known is None and min(left, left_by_adam) < 0.9 * first:
         raise Unjudged(f"{figure}, {left_by_adam:.3g} with Adam; how far this loss can fall is not known")
+    _has_taken_enough(fewest, min(left, left_by_adam), first, figure)
     return judged(figure, "does_not_overfit")
+
+
+def _has_taken_enough(steps: int, left: float, first: float, figure: str) -> None:
+    """Raise Unjudged where time ended so early that a loss might have fallen further: slow steps are no fault."""
+    if steps < STEPS_BY_HEART / 2 or (steps < STEPS_BY_HEART and left < 0.9 * first):
+        raise Unjudged(f"{figure}: {steps} of {STEPS_BY_HEART} steps fitted into the budget; give a larger budget_s")
 
 
 def _largest_rate(training: Training) -> float:
