@@ -131,8 +131,9 @@ def keeps(path: str = f"/tmp/sampled-{os.getpid()}.pt") -> None:
 
 def save_curves() -> None:
     step()
-    csv = "".join(f"{i},{i * i}\n" for i in range(20_000))
-    assert csv
+    text = ""
+    for i in range(20_000):
+        text += f"{i},{i * i};"
 
 
 def scores() -> None:
@@ -323,7 +324,7 @@ SITE = f"{Path(torch.__file__).parents[1]}"
         ("/home/me/train.py", "saveCheckpoint", Place("train.py:3 saveCheckpoint", "checkpoint")),
         ("/home/me/train.py", "save_best_model", Place("train.py:3 save_best_model", "checkpoint")),
         ("/home/me/train.py", "saveState", Place("train.py:3 saveState", "checkpoint")),
-        ("/home/me/train.py", "save_picture", Place("train.py:3 save_picture")),  # nor is it one if it draws with the next two
+        ("/home/me/train.py", "save_picture", Place("train.py:3 save_picture")),
         (f"{SITE}/matplotlib/figure.py", "savefig", Place("figure.py:3 savefig")),
         (f"{SITE}/PIL/Image.py", "save", Place("Image.py:3 save")),
         ("/home/me/train.py", "validate", Place("train.py:3 validate", "evaluation")),
