@@ -109,3 +109,20 @@ def test_what_convolutions_on_a_cpu_take_inside_is_noted_as_left_out(device: str
     """The estimate of a small U-Net was 15 % below the measured peak, without a word."""
     found = wb.estimate_memory(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), torch.randn(2, 3, 8, 8), device=device)
     assert any("convolutions on the CPU: what oneDNN takes" in note for note in found.notes) is noted
+
+
+def test_a_list_of_values_is_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate was refused for `.tolist()` of 64 × 64 values of each picture, as if it were a loop without an end."""
+    monkeypatch.setattr("workbench.memory.estimate.dry_run.ENDLESS", 20)
+
+    def lists(x: Tensor) -> bool:
+        overlap, counts = x[:, None] * x, torch.arange(6).view(3, 2)
+        shapes = (
+            x[:0].tolist() == [] and x.new_empty(2, 0).tolist() == [[], []] and torch.equal(torch.tensor(x.sum().tolist()), torch.ones(()))
+        )
+        return (
+            shapes and overlap.tolist() == [[[1.0] * 4] * 3] * 3 and (x > 9).tolist() == [[False] * 4] * 3 and counts.tolist()[2] == [4, 5]
+        )
+
+    found = wb.estimate_memory(lambda: Asking(lists), torch.ones(3, 4), device="cpu", loss=lambda model, batch: model(batch))
+    assert any("asked for the value of a tensor 6 times" in note and "test_dry_run.py:" in note for note in found.notes), found.notes

@@ -7,7 +7,7 @@ import random
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.external_tensors import CapturedTensors
-from workbench.memory.estimate.fake_tensors import asked_device, fake_tensors, foreach_on_fakes, movable_modules
+from workbench.memory.estimate.fake_tensors import asked_device, fake_tensors, foreach_on_fakes, movable_modules, real_tensors
 from workbench.memory.estimate.values import KnownValues
 from workbench.memory.measure.recorder import Recorder, fake_mode
 from workbench.runs.spec import RunSpec
@@ -241,6 +241,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.captured.made(out, args)
         return out
 
+    def listed(self, tensor: Any) -> Any:
+        """Answer `tensor.tolist()`. If its values are assumed, that is one question of the program, of however many elements."""
+        known = self.values.of(tensor)
+        if known is None:
+            count = self.now != "optimizer" and tensor.numel() > 0
+            return _nested(self.assumed.of(tensor, count=count), tensor.shape)
+        with real_tensors():
+            return known.tolist()
+
     def around_compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return quietly(call)
 
@@ -260,6 +269,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if (backward := self.now == "backward") not in self._handles:
             self._handles.add(backward)
             self.log.records[self.charge(self._workspace, "workspace", "cublas")].module = ""  # it is nobody's in particular
+
+
+def _nested(answer: Any, shape: Sequence[int]) -> Any:
+    """Lists of this shape, all of whose elements are the answer; without a shape, the answer itself."""
+    return [_nested(answer, shape[1:]) for _ in range(shape[0])] if shape else answer
 
 
 def _bytes_like(tensor: Tensor) -> Tensor:
@@ -357,7 +371,7 @@ def dry_run(gpu: Gpu | None, *, compiled: bool = False) -> Iterator[DryRun]:
             recorder = FakeRecorder(gpu)
             afterwards.callback(recorder.captured.put_back)
             stack.callback(register_optimizer_step_pre_hook(recorder.captured.stepping).remove)
-            with recorder:
+            with recorder, replaced(FakeTensor, "tolist", lambda tensor: recorder.listed(tensor)):
                 yield DryRun(recorder=recorder)
             about = [NOTHING] if graphs and not graphs() else []
             recorder.log.notes += [*(met.notes if met else ()), *about, *recorder.assumed.notes, *recorder.captured.notes]
