@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -59,6 +60,38 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self.seconds, self.computing, self.flops, self.bytes, self.operators = 0.0, 0.0, 0, 0, 0
         self.calls: Counter[Call] = Counter()
+        self._last = ""  # phase of the last operator of forward or backward; "" after an optimizer's step
+        self._updating = False
+
+    def __enter__(self) -> "Roofline":
+        self._hooks = [register_optimizer_step_pre_hook(self._begin_update), register_optimizer_step_post_hook(self._end_update)]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _begin_update(self, *_: Any) -> None:
+        self._updating = True
+
+    def _end_update(self, *_: Any) -> None:
+        self._updating, self._last = False, ""
+
+    def _phase(self, name: str) -> str:
+        """Of a step: an operator of the engine's threads is of the backward. One without gradients is of the update, if an optimizer runs,
+        or if it comes after the backward or changes lists of tensors, as clipping and moving averages do; else of the forward, as metrics
+        in the loss and a frozen teacher are.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._last = "backward"
+        elif not self._updating and torch.is_grad_enabled():
+            self._last = "forward"
+        elif self._updating or self._last == "backward" or name.startswith("_foreach"):
+            return "update"
+        else:
+            return "forward"
+        return self._last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (device := asked_device(func, args)) is not None:
@@ -87,7 +120,9 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stride = _unaligned(tensors) if flops and short.endswith("mm") else 0
         elements = _one_by_one(short, getattr(func, "tags", ()), tensors)
         if short not in STATES or not any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in walk_stack(None)):
-            self.calls[Call(f"{getattr(func, 'namespace', '')}.{short or func}", _phase(), dtype, int(flops), moved, elements, stride)] += 1
+            self.calls[
+                Call(f"{getattr(func, 'namespace', '')}.{short or func}", self._phase(short), dtype, int(flops), moved, elements, stride)
+            ] += 1
         self.computing += computing
         self.seconds += max(computing, moved / self._device.bandwidth)
 
@@ -186,13 +221,6 @@ def _unaligned(tensors: list[Tensor]) -> int:
     matrices = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.element_size() == 2 and min(tensor.shape[-2:]) > 1]
     strides = (int(tensor.stride(-2 if tensor.stride(-1) == 1 else -1)) for tensor in matrices)
     return next((stride for stride in strides if stride % 8), 0)
-
-
-def _phase() -> str:
-    """Of a step: an operator of the engine's threads is of the backward, one without gradients of the optimizer's update."""
-    if torch._C._current_graph_task_id() != -1:
-        return "backward"
-    return "forward" if torch.is_grad_enabled() else "update"
 
 
 def _attention_flops(func: Any, args: Any) -> int:
