@@ -201,6 +201,29 @@ def test_the_steps_own_lines_are_those_outside_of_model_backward_and_optimizer()
     assert not usual.own_lines(looks=0)
 
 
+def pairwise(x: Tensor) -> Tensor:
+    return torch.stack([((x - row) ** 2).sum(1).argsort() for row in x])
+
+
+class Neighbours(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[[row.argmax() for row in x]] + pairwise(x).float().mean()
+
+
+def test_lines_of_functions_that_a_forward_calls_are_those_of_helpers() -> None:
+    model, x = Neighbours(), torch.rand(40, 3)
+    with StackSampler(fine=True, operators=False) as sampler:
+        until = time.perf_counter() + 0.5
+        while time.perf_counter() < until:
+            model(x)
+    helpers = sampler.own_lines(helpers=True, looks=5)
+    own = [line for line, _ in sampler.own_lines(looks=5)]
+    assert helpers
+    number = pairwise.__code__.co_firstlineno + 1
+    assert all(line.startswith(f"test_stack_sampler.py:{number} ") for line, _ in helpers)
+    assert not any("pairwise" in line or "forward" in line for line in own)
+
+
 def test_the_optimizer_is_seen() -> None:
     many = [nn.Parameter(torch.zeros(4)) for _ in range(300)]
     for weight in many:

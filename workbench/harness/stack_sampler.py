@@ -155,7 +155,7 @@ class StackSampler:
         self.call: int | None = 0
         """The number of the call of step() that samples belong to; None = no call. The caller of step() sets it."""
         self._seen: dict[int, Counter[Place | None]] = {}
-        self._own: Counter[str | None] = Counter()
+        self._own: Counter[tuple[str, bool] | None] = Counter()
         self._lock = threading.Lock()
         self._over = threading.Lock()
         """Held while sampling goes on."""
@@ -241,11 +241,12 @@ class StackSampler:
                     lines[place.line] = lines.get(place.line, 0.0) + seconds / total
         return tuple(sorted(((line, share) for line, share in lines.items() if share >= least), key=lambda item: -item[1])[:most])
 
-    def own_lines(self, *, looks: int = MIN_LOOKS) -> tuple[tuple[str, float], ...]:
+    def own_lines(self, *, helpers: bool = False, looks: int = MIN_LOOKS) -> tuple[tuple[str, float], ...]:
         """The user's lines outside of modules, losses, backward and optimizers (see `own_line_of`), operators of torch included, with their
         share of the sampled time, largest first. Only of a sampler whose `lines` leave operators out.
 
         Args:
+            helpers: instead, those of functions that a module's `forward` calls.
             looks: of fewer samples nothing is said.
         """
         with self._lock:
@@ -253,25 +254,32 @@ class StackSampler:
         total = sum(own.values())
         if self.looks < looks or not total:
             return ()
-        return tuple((line, seconds / total) for line, seconds in own.most_common() if line)
+        return tuple((seen[0], seconds / total) for seen, seconds in own.most_common() if seen and seen[1] == helpers)
 
 
-def own_line_of(frame: FrameType | None) -> str | None:
-    """The innermost line of the user's code in a stack; None if a module, a loss, backward or an optimizer is at work there."""
-    best = None
+def own_line_of(frame: FrameType | None) -> tuple[str, bool] | None:
+    """The innermost line of the user's code in a stack, and whether it is of a function that a module's `forward` calls; None if a module,
+    a loss, backward or an optimizer is at work there.
+    """
+    best: str | None = None
+    inner: FrameType | None = None
+    found: FrameType | None = None
     while frame is not None:
         code = frame.f_code
         whose, kind, is_module = _facts(code)
         if whose == OURS:
             break
+        if is_module and best and found is not inner:
+            return best, True  # called by a forward, and none itself
         if is_module or kind == "optimizer" or TRAINING.search(code.co_filename):
             return None
         if LOSSES.search(code.co_name) and code.co_filename.endswith("/torch/nn/functional.py"):
             return None
         if whose == USER and best is None:
             best = _label(code, frame.f_lineno or code.co_firstlineno)
-        frame = frame.f_back
-    return best
+            found = frame.f_back if code.co_name.startswith("<") else frame  # a comprehension belongs to its function
+        inner, frame = frame, frame.f_back
+    return None if best is None else (best, False)
 
 
 def place_of(frame: FrameType | None) -> Place | None:

@@ -384,10 +384,10 @@ class OwnCode:
     """Fraction of the full step that the function takes, the operators of torch that it calls included."""
 
 
-def own_code(e: Evidence, c: Costs) -> OwnCode | None:
-    """None where none takes MIN_OWN_SHARE of the step."""
+def own_code(e: Evidence, c: Costs, *, helpers: bool = False) -> OwnCode | None:
+    """None where none takes MIN_OWN_SHARE of the step. `helpers`: of the functions that a module's forward calls."""
     shares, heaviest = dict[tuple[str, str], float](), dict[tuple[str, str], str]()
-    for label, share in e.inside.own if e.inside else ():
+    for label, share in (e.inside.helpers if helpers else e.inside.own) if e.inside else ():
         line, _, function = label.partition(" ")
         key = line.rpartition(":")[0], function
         shares[key] = shares.get(key, 0.0) + share * c.replayed / c.step

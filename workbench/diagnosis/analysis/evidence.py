@@ -187,6 +187,8 @@ class Inside:
     own: tuple[tuple[str, float], ...] = ()
     """On a CPU: lines of the step's own code, outside of modules, losses, backward and optimizer, operators of torch included.
     Otherwise like `lines`."""
+    helpers: tuple[tuple[str, float], ...] = ()
+    """Like `own`: lines of functions that a module's `forward` calls."""
 
 
 SMALL_OP = 20e-6

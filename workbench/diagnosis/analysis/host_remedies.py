@@ -8,6 +8,7 @@ from dataclasses import replace
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, own_code
+from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.remedy import LESS_PYTHON, Case, Remedy, ceiling, gain_of
 from workbench.runs.spec import RunSpec, SpecError
 
@@ -50,6 +51,13 @@ def for_host(case: Case) -> Iterator[Remedy | None]:
 MOST_FIXED = 0.9
 """Fraction of training that does not grow with the batch, at most. Chosen: how much it grows is measured to a few percent of it, and "up to
 37×" would follow from the noise of a step that seemed not to grow at all."""
+LOOPS = 100
+"""Operators per parameter tensor from which on there are loops in Python. Chosen: models without them have 5 to 30, an LSTMCell that is
+called 96 times 400, and a loop over pairs of boxes or over points thousands."""
+COMPILE_SECONDS = 0.012
+"""That torch.compile takes for an operator on one core. Measured on two steps, of 1,183 and of 41,349 operators: 10 and 12 ms."""
+LONGEST_COMPILE = 60.0
+"""Seconds from which on compiling is not proposed: loops are unrolled, which takes minutes. Chosen: as long as a proof may take."""
 LOOPED = 8
 """Calls of one module per batch from which on it is taken to be called in a loop. Chosen: weights that several places share are called
 twice or three times."""
@@ -89,6 +97,16 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
                 "that does not grow with the batch is gone",
             )
         yield compiled
+    helper = own_code(e, c, helpers=True) if launches and _has_loops(e) else None
+    if helper:
+        yield ceiling(
+            case,
+            f"less work in {helper.function}",
+            f"Make {helper.function} cheaper, which a forward calls: it takes {units.percent(helper.share)} of the step, most of it in "
+            f"{helper.line}. Work on whole tensors instead of one sample or one row at a time.",
+            helper.share,
+            f"all of {helper.function} is gone; its backward is not counted",
+        )
     if device and launches and not (e.inside and e.inside.graphs):
         yield ceiling(
             case,
@@ -108,14 +126,25 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
         )
         yield ceiling(case, f"fewer calls of {looped.name or looped.kind}", what, all_of_it, gone)
         return
-    function = own_code(e, c)
+    function = helper or own_code(e, c)
     if function is None or function.share < MIN_EXPLAINED * saved.mid:  # else `less_own_code` says so of its function
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
         yield ceiling(case, LESS_PYTHON, what, all_of_it, gone)
 
 
+def _has_loops(e: Evidence) -> bool:
+    """Are there so many operators that loops in Python call them?"""
+    return e.inside is not None and e.inside.op_count >= LOOPS * max(1, e.tensors or 1)
+
+
 def _compiled(case: Case, saved: Interval, follow: str) -> Remedy | None:
-    """A compiled model, by the knob of a spec where its other knobs allow it; none where it is compiled already."""
+    """A compiled model, by the knob of a spec where its other knobs allow it; none where it is compiled already, or where that would take
+    too long.
+    """
+    e = case.evidence
+    takes = COMPILE_SECONDS * e.inside.op_count if e.inside and e.device == "cpu" else 0.0
+    if takes > LONGEST_COMPILE:
+        return None
     name, what, change = "torch.compile", "Compile the model, model = torch.compile(model)", {}
     if isinstance(case.spec, RunSpec):
         if case.spec.compile != "none":
@@ -126,5 +155,6 @@ def _compiled(case: Case, saved: Interval, follow: str) -> Remedy | None:
                 name, what, change = f"compile={value}", f'Compile the model: compile="{value}"', {"compile": value}
                 break
     what += ": fewer and larger operators, less Python between them." if not change else ", for fewer and larger operators and less Python."
-    costs = "a minute or more at the first step, and again for each new shape; a C++ compiler"
+    first = f"about {units.seconds(max(10.0, takes))}" if takes else "a minute or more"
+    costs = f"{first} at the first step, and again for each new shape; a C++ compiler"
     return ceiling(case, name, what, saved, follow, costs, change)

@@ -361,8 +361,11 @@ def look(
         spinning = min(1.0, polled / waited) if waited * plain >= MIN_WAIT else float(polls)
         clocks["blocked"] = waiting.asleep(clocks["blocked"], usual, spinning)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
-    own = () if synchronize else sampler.own_lines()  # beside a device, lines wait for what others have launched
-    return replace(seen, slowdown=slowdown, lines=sampler.lines(), own=own[:MAX_OWN_LINES], **clocks), why
+    own, helpers = (
+        ((), ()) if synchronize else (sampler.own_lines(), sampler.own_lines(helpers=True))
+    )  # else lines wait for what others launched
+    found = {"lines": sampler.lines(), "own": own[:MAX_OWN_LINES], "helpers": helpers[:MAX_OWN_LINES]}
+    return replace(seen, slowdown=slowdown, **found, **clocks), why
 
 
 MIN_WAIT = 1e-3
