@@ -621,6 +621,15 @@ def test_on_a_busy_machine_no_remedy_is_recommended_whose_gain_is_within_the_noi
             assert d.next.endswith("Diagnose again when the machine is quieter.")
             assert first.what not in d.next
         d.remedies = (weak, larger)
+        d.spec = RunSpec(task="clipart-mlp", micro_batch=16)
+        command = f"workbench diagnose clipart-mlp --remedy {weak.name} --set micro_batch=16"
+        assert f"prove({weak.name!r}) tries it now. " in str(d)
+        for proving in (False, True):  # another remedy, the sure one
+            assert f"is within the noise. `{command}` tries it now. " in d.for_terminal(proving=proving)
+        d.remedies = (weak,)
+        assert f"`{command}` tries it now. " in d.for_terminal()
+        assert "tries it now" not in d.for_terminal(proving=True), "it is what runs"
+        d.remedies, d.spec = (weak, larger), None
         assert "Whatever the cause, this gain is beyond the noise: micro_batch=64, 1.29× (1.05× … 1.58×). Diagnose again" in d.next
         assert d.remedy() is larger, "100 s went into a proof of the other one"
         assert d.choice == f"What {weak.name} gains is within the noise. Tried instead: micro_batch=64."

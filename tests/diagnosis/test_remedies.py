@@ -626,6 +626,8 @@ def test_a_change_that_surely_gains_is_told_even_where_the_verdict_is_not_clear(
     found = Diagnosis(evidence=evidence, judgement=unclear, remedies=remedies)
     assert found.next.startswith(f"First threads=1, which gains whatever the cause, {remedies[0].gain}: Use 1 thread per operator: ")
     assert found.next.endswith(f"prove() tries it. Then: {QUIETER}")
+    shown = dataclasses.replace(found, spec=RunSpec(task="clipart-mlp", threads=2)).for_terminal()
+    assert " `workbench diagnose clipart-mlp --remedy threads=1 --set threads=2` tries it. Then: " in shown
     assert "Predicted" not in found.next
     assert found.remedy() == remedies[0]
     unsure = dataclasses.replace(found, remedies=(dataclasses.replace(remedies[0], low=0.9),))

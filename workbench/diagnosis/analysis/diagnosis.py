@@ -425,19 +425,20 @@ class Diagnosis(JsonDataclass):
         }
         return fitted(value, "predicted", "proved", "experiments", "unknown")
 
-    def _command(self) -> str | None:
-        """What to run next, for a shell: it proves the best remedy, or tells more where nothing was tried yet.
+    def _command(self, remedy: str | None = None) -> str | None:
+        """What to run next, for a shell: it proves the best remedy, or the one that is named, or tells more where nothing was tried yet.
 
         Returns:
             The call where a command would be too long, or there is none; None where nothing is to be proved.
         """
-        provable = self._chosen is not None
+        provable = remedy is not None or self._chosen is not None
         command, words = "", list[str]()
+        proves = ["--prove"] if remedy is None else ["--remedy", remedy]
         if isinstance(self.spec, ScriptSpec):
-            verb, option = ("diagnose", "--prove") if provable else ("launch", "--profile")
-            command = script_command(verb, self.spec, option, threads=self.spec.threads)
+            verb, options = ("diagnose", proves) if provable else ("launch", ["--profile"])
+            command = script_command(verb, self.spec, *options, threads=self.spec.threads)
         elif isinstance(self.spec, RunSpec) and (provable or self.evidence.observed):
-            words = ["diagnose", self.spec.task, *(["--prove"] if provable else [])]
+            words = ["diagnose", self.spec.task, *(proves if provable else [])]
             turned = [f"{name}={value}" for name, (_, value) in RunSpec(task=self.spec.task).changes(self.spec).items()]
             words += ["--set", *turned] if turned else []
         else:
@@ -454,8 +455,17 @@ class Diagnosis(JsonDataclass):
         return "\n\n".join([self.summary, *map(str, self._tables)])
 
     def for_terminal(self, *, proving: bool = False) -> str:
-        """As text whose note under the remedies has the command that proves one of them, not the call in Python; none while proving."""
-        text, command = str(self), self._command()
+        """As text with commands that prove a remedy in place of calls in Python; while one is proved, nothing says how to prove it."""
+        chosen, command = self._chosen, self._command()
+
+        def tries(call: re.Match[str]) -> str:
+            name = call[1] or (chosen.name if chosen else "")
+            if proving and chosen and name == chosen.name:
+                return ""
+            shell = self._command(name)
+            return call[0] if shell in (None, IN_PYTHON) else f" `{shell}` tries it{call[2]}."
+
+        text = re.sub(r" prove\((?:'([^']+)')?\) tries it( now|)\.", tries, str(self))
         if proving:
             return re.sub(r"; prove\(\d+\) runs [^;\n]*", "", text)
         return text if command in (None, IN_PYTHON) else re.sub(r"\bprove\(\d+\)(?= runs )", lambda _: f"`{command}`", text)
