@@ -254,6 +254,26 @@ def test_what_is_proved_instead_of_the_first_remedy_is_said_before(
     assert said.endswith(f"\n\n{found.choice}\n\nproof of optimizer=fused\n")
 
 
+def test_the_change_that_is_proved_can_be_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Diagnosis.of(World(cpu=0.03, bf16=0.6).evidence(), spec=wb.RunSpec(task="text-gpt"))
+    monkeypatch.setattr("workbench.diagnosis.commands.diagnose", lambda *_, **__: found)
+    proved: list[Any] = []
+
+    def prove(self: Diagnosis, which: Any, *, budget_s: float) -> str:
+        proved.append(self.remedy(which).change)
+        return f"proof of {self.remedy(which).name}"
+
+    monkeypatch.setattr(Diagnosis, "prove", prove)
+    assert main(["diagnose", "text-gpt", "--remedy", "precision=amp_bf16"]) == 0
+    assert capsys.readouterr().out.endswith("\n\nproof of precision=amp_bf16\n")
+    assert main(["diagnose", "text-gpt", "--remedy", "num_workers=3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["claim"]["verdict"] == found.verdict
+    assert proved == [{"precision": "amp_bf16"}, {"num_workers": 3}]
+    assert main(["diagnose", "text-gpt", "--remedy", "num_worker=3"]) == 2
+    assert "did you mean 'num_workers'" in capsys.readouterr().err
+    assert len(proved) == 2
+
+
 def test_a_folder_without_runs_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
 ) -> None:

@@ -334,6 +334,9 @@ def test_what_counts_as_a_repeat(by_hand: Any) -> None:
     assert note.startswith("no two of these runs are alike in all that was recorded")
     assert wb.compare(first, other).notes == [said]
     assert wb.compare(first, same).notes == []
+    with pytest.raises(ValueError, match="twice in a list: expected different launches of one program"):
+        wb.compare([first, first], [third])
+    assert [len(group) for group in wb.compare([first], [other], [third]).groups] == [1, 1, 1], "lists are not grouped anew"
     by_list = wb.compare([first, other], [third, same])
     assert by_list.table.rows[0][4] == "20.0 samples/s", "the ends of a range that read the same are left out"
     assert by_list.groups == ((first, other), (third, same))

@@ -386,6 +386,9 @@ def test_without_a_recorder_the_stacks_say_who_waits() -> None:
     said = judge({0: report(0, call("all_reduce"), **bare), 1: report(1, at("time.sleep(9)"), **bare)}, 2)
     assert said
     assert "rank 1 sleeps in train(), train.py:88, while rank 0 waits in all_reduce, train.py:95" in str(said)
+    for quiet, idle in ((61.0, 0.0), (20.0, 9.0)):  # a collective without a number is no message
+        both = {rank: report(rank, call("all_reduce"), quiet=quiet, idle=idle, **bare) for rank in range(2)}
+        assert judge(both, 2) is None
     first = judge({0: report(0, at("init()", above=[LIBRARY["init"]]), quiet=31.0, **bare | {"steps": None}),
                    1: report(1, at("time.sleep(9)"), quiet=31.0, **bare | {"steps": None})}, 2)  # fmt: skip
     assert first

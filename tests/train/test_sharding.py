@@ -620,6 +620,12 @@ def test_embeddings_with_sparse_gradients_are_not_sharded(alone: Ranks) -> None:
         TaskError, match=r'parallel="fsdp": the gradients of the embedding .0. are sparse, .* sparse=False, or parallel="ddp"'
     ):
         Trainer(spec_of(parallel="fsdp"), toy_tasks.numbers(model=sparse), alone)
+    other = nn.Linear(4, 1)
+    other.sparse = True  # type: ignore[assignment]  # a name of the user's own
+    frozen = nn.EmbeddingBag(9, 4, sparse=True)
+    frozen.weight.requires_grad_(False)
+    for sound in (other, nn.Sequential(frozen, nn.Linear(4, 1))):
+        sharding.distribute(sound, spec_of(parallel="fsdp"), Layout.of(spec_of(parallel="fsdp"), alone), torch.device("cpu"))
 
 
 def test_an_optimizer_that_cannot_be_dealt_out(alone: Ranks) -> None:

@@ -111,7 +111,7 @@ FILES = {
 }
 NAMES = {
     "checkpoint": re.compile(
-        r"(^|_)(checkpoint|checkpoints|ckpt|snapshot)(_|$)|(^|_)(save|saving)_.*(model|net|network|weights|parameters|state|optimizer)",
+        r"(^|_)(checkpoint|checkpoints|ckpt|snapshot)(_|$)|(^|_)(save|saving)_(.*_)?(model|net|network|weight|parameter|param|state|optimizer)s?(_|$)",
         re.IGNORECASE,
     ),
     "evaluation": re.compile(r"(^|_)(eval|evaluate|evaluation|valid|validate|validation)(_|$)", re.IGNORECASE),

@@ -286,9 +286,13 @@ def compare(*runs: Run | str | os.PathLike[str] | Sequence[Run | str | os.PathLi
     for run in loaded:
         if not any(rank.count for rank in run.rank_means):
             raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or without_steps(run)}")
-    if len(lists) < len(loaded):
+    given = any(isinstance(each, list | tuple) for each in runs)
+    if given:
         places = iter(range(len(loaded)))
-        return Comparison(loaded, tuple(tuple(next(places) for _ in some) for some in lists))
+        lists_of = [[next(places) for _ in some] for some in lists]
+        if twice := next((loaded[i] for some in lists_of for i in some for j in some if i < j and loaded[i].path == loaded[j].path), None):
+            raise ValueError(f"compare() got {twice!r} twice in a list: expected different launches of one program")
+        return Comparison(loaded, tuple(map(tuple, lists_of)))
     groups = _groups_of(loaded) if len(loaded) > 2 else []
     return Comparison(loaded, tuple(map(tuple, groups)) if len(groups) > 1 else tuple((place,) for place in range(len(loaded))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
     ups = [f"{units.times(fact['speedup'])}{' (within noise)' if fact['within_noise'] else ''}" for fact in facts]
     ups[0] = "baseline"
     ends = [f"{up}  ·  {units.rate(fact['samples_per_sec'])}" for up, fact in zip(ups, facts, strict=True)]
-    labels = [label.replace(", ", ",\n") for label in comparison.labels]
+    labels = [re.sub(r", (?=[^()]*=)", ",\n", label) for label in comparison.labels]  # between knobs, not between numbers of launches
     bars = [Bar(label=label, pieces=mean, end=end) for label, mean, end in zip(labels, means, ends, strict=True)]
     return bar_chart(ax, bars, "mean step over all ranks, measured", COLORS)
 

@@ -199,9 +199,11 @@ def describe(frame: FrameType) -> tuple[str, int, str, str, bool]:
 
 
 def waits_for_message(main: Sequence[tuple[str, int, str, str, bool]]) -> bool:
-    """By its described frames, the innermost first: is a thread in send or recv of `torch.distributed`, or in wait() of a request?"""
-    file, _, _, text, user = main[0] if main else ("", 0, "", "", False)
-    here = user or "/torch/distributed/" in file.replace("\\", "/")
+    """By its described frames, the innermost first: is a thread in send or recv of `torch.distributed`, or in wait() of a request? The
+    wait() inside a synchronous collective is none.
+    """
+    file, _, name, text, user = main[0] if main else ("", 0, "", "", False)
+    here = user or ("/torch/distributed/" in file.replace("\\", "/") and name in ("send", "recv"))
     return here and re.search(r"(?<!store)(?<!\bos)\.wait\(", text) is not None
 
 

@@ -87,7 +87,8 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
                 f'parallel="{spec.parallel}": FSDP2 of torch {torch.__version__} needs a GPU; on a CPU take torch 2.7 or newer, or '
                 'parallel="zero1"'
             )
-        if tables := [name for name, part in module.named_modules() if getattr(part, "sparse", None) is True]:
+        tables = [name for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
+        if tables := [name for name in tables if module.get_submodule(name).weight.requires_grad]:
             raise TaskError(
                 f'parallel="{spec.parallel}": the gradients of the embedding {tables[0]!r} are sparse, and FSDP2 shards only dense ones; '
                 'try it with sparse=False, or parallel="ddp"'

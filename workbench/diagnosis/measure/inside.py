@@ -364,8 +364,8 @@ def look(
     own, helpers = (
         ((), ()) if synchronize else (sampler.own_lines(), sampler.own_lines(helpers=True))
     )  # else lines wait for what others launched
-    found = {"lines": sampler.lines(), "own": own[:MAX_OWN_LINES], "helpers": helpers[:MAX_OWN_LINES]}
-    return replace(seen, slowdown=slowdown, **found, **clocks), why
+    own, helpers = own[:MAX_OWN_LINES], helpers[:MAX_OWN_LINES]
+    return replace(seen, slowdown=slowdown, lines=sampler.lines(), own=own, helpers=helpers, **clocks), why
 
 
 MIN_WAIT = 1e-3
