@@ -470,6 +470,34 @@ def test_a_data_set_of_one_sample_need_not_be_learnt_by_heart() -> None:
     assert (found.passed, "all of the data" in found.figure) == (None, True), found
 
 
+@pytest.mark.parametrize(("dead", "passed", "cause"), [(20, True, ""), (40, None, "dead_units"), (60, False, "dead_units")])
+def test_a_layer_of_which_about_half_of_the_units_are_never_active_is_doubtful(dead: int, passed: bool | None, cause: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    with torch.no_grad():
+        model[0].bias[:dead] -= 50.0
+    found = checked(task(lambda: model), "active units")["active units"]
+    assert (found.passed, found.cause) == (passed, cause), found
+
+
+def test_a_deep_network_with_default_weights_is_not_blamed_for_its_dead_units() -> None:
+    """Its activations hardly depend on the input, and more than half of the units of a layer may be off at first."""
+
+    def deep() -> nn.Module:
+        torch.manual_seed(0)
+        hidden = [layer for _ in range(9) for layer in (nn.Linear(64, 64), nn.ReLU())]
+        return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), *hidden, nn.Linear(64, CLASSES))
+
+    found = checked(task(deep, optimizer="adam(lr=0.001)"), "active units")["active units"]
+    assert (found.passed, found.cause) == (None, "dead_units"), found
+
+
+@pytest.mark.parametrize("lowered", [lambda loss, by: (loss - by).abs() + by, lambda loss, by: torch.sub(loss, other=by) + by])
+def test_a_tensor_may_be_subtracted_from_the_loss(lowered: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As flooding does: neither has a shape to compare, and one may be given by name."""
+    found = checked(task(loss=lambda m, b: lowered(classify(m, b), torch.tensor(0.1))), "initial loss")
+    assert found["initial loss"].passed, found
+
+
 def test_weights_of_classes_lose_no_check() -> None:
     found = checked(task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, CLASSES + 1))), "initial loss")[
         "initial loss"

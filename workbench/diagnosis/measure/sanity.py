@@ -26,8 +26,10 @@ from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
 from workbench.train.random_numbers import seed_all
 
-DEAD = 0.5
-"""Fraction of a layer's ReLUs that are never active. A fresh layer on normalised inputs has few."""
+DEAD, MANY_DEAD = 0.9, 0.5
+"""Fractions of a layer's ReLUs that are never active, from which on it is a fault, and from which on it is doubtful. A fresh layer on
+normalised inputs has few; but in a deep one with torch's default weights activations hardly depend on the input, so about half of its units
+are off whatever the input is, and most of them become active while it learns."""
 COPIES = 0.25
 """Fraction of a batch's samples that are exact copies of others."""
 UNEQUAL = 1e-3
@@ -132,8 +134,8 @@ def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Ch
         raise Unjudged("no ReLU was seen")
     place, worst = max(dead.items(), key=lambda each: each[1])
     figure = f"{units.percent(worst)} of the units are never active" if worst else "each unit is active"
-    failed = worst > DEAD
-    return judged(figure, "dead_units" * failed, place * failed)
+    many = worst > MANY_DEAD
+    return judged(figure, "dead_units" * many, place * many, sure=worst > DEAD)
 
 
 def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:

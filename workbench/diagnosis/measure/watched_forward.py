@@ -215,15 +215,8 @@ class Watched(TorchFunctionMode):
             calls.append(f"{'Tensor' if func.__name__.endswith('_') else 'torch'}.{func.__name__}")
         if func is F.kl_div and self.divergence is None:
             self.divergence = (args[0] if args else kwargs["input"]).detach()
-        if (
-            getattr(func, "__name__", "") in ("sub", "__rsub__")
-            and not self._stack
-            and all(isinstance(given, Tensor) for given in args[:2])
-        ):
-            output, target = sorted(args[:2], key=lambda given: not given.requires_grad)
-            shapes = list(output.shape), list(target.shape)
-            if output.requires_grad and not target.requires_grad and sorted(shapes, key=len) == [[len(output)], [len(output), 1]]:
-                self.broadcast = shapes if len(output) > 1 else self.broadcast
+        if getattr(func, "__name__", "") in ("sub", "__rsub__") and not self._stack:
+            self._compare_shapes(*args[:2])
         self.normalises = self.normalises or func in NORMALISE
         self.dropped = self.dropped or (func in DROPOUTS and _active(func, args, kwargs))
         result = func(*args, **kwargs)
@@ -234,6 +227,15 @@ class Watched(TorchFunctionMode):
         if func in RELUS and result.ndim > 1:
             self._count(result.detach())
         return result
+
+    def _compare_shapes(self, *given: Any) -> None:
+        """Note the shapes of outputs and targets, of which one is subtracted from the other, if these are [N, 1] and [N]."""
+        if len(given) < 2 or not all(isinstance(each, Tensor) and each.ndim for each in given):
+            return
+        output, target = sorted(given, key=lambda each: not each.requires_grad)
+        shapes = list(output.shape), list(target.shape)
+        if output.requires_grad and not target.requires_grad and sorted(shapes, key=len) == [[len(output)], [len(output), 1]]:
+            self.broadcast = shapes if len(output) > 1 else self.broadcast
 
     def _count(self, result: Tensor) -> None:
         place = next((name for part in reversed(self._stack) if (name := self._names.get(part))), "")
