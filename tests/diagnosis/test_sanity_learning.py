@@ -498,6 +498,48 @@ def test_a_tensor_may_be_subtracted_from_the_loss(lowered: Callable[[Tensor, Ten
     assert found["initial loss"].passed, found
 
 
+class Adversaries(nn.Module):
+    """A generator and a critic, of which each gets the gradients of its own part of the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = perceptron(WIDTH), perceptron(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = self.makes(torch.randn_like(x))
+        fixed = {name: weight.detach() for name, weight in self.judges.named_parameters()}
+        return self.judges(x), self.judges(made.detach()), torch.func.functional_call(self.judges, fixed, (made,))
+
+
+def adversarial(model: nn.Module, batch: Any) -> Tensor:
+    known, invented, fools = model(batch[0])
+    bce = F.binary_cross_entropy_with_logits
+    return bce(known, torch.ones_like(known)) + bce(invented, torch.zeros_like(invented)) + bce(fools, torch.ones_like(fools))
+
+
+@pytest.mark.parametrize("as_step", [False, True])
+def test_parts_of_a_loss_that_work_against_each_other_need_not_fall(as_step: bool) -> None:
+    given: wb.Task | Training = task(Adversaries, adversarial, optimizer="adam(lr=0.0002)")
+    if as_step:
+        given = of_task(given, wb.RunSpec(task="given", device="cpu"), ())  # type: ignore[arg-type]
+        given.loss = None
+    found = checked(given, "overfitting")["overfitting"]
+    assert found.passed is None, found
+
+
+@pytest.mark.parametrize(("parts", "passed"), [(1, False), (2, None)])
+def test_a_loss_that_never_falls_is_a_fault_if_it_is_known_how_far_it_could(parts: int, passed: bool | None) -> None:
+    def blind(model: nn.Module, batch: Any) -> Tensor:
+        """The logits are scaled to nothing, and each class is as frequent as the others."""
+        labels = torch.arange(len(batch[0])) % CLASSES
+        logits = model(batch[0]) * 1e-9
+        return sum((F.cross_entropy(logits, labels) for _ in range(parts)), torch.zeros(()))
+
+    found = checked(task(loss=blind), "overfitting", "label alignment")
+    assert (found["overfitting"].passed, found["overfitting"].cause) == (passed, "does_not_overfit"), found
+    assert found["label alignment"].figure == "the training does not even learn a few samples"
+
+
 def test_weights_of_classes_lose_no_check() -> None:
     found = checked(task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, CLASSES + 1))), "initial loss")[
         "initial loss"

@@ -79,7 +79,7 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
         if (last := _largest_rate(training)) < FALLEN_RATE * rate:
             raise Unjudged(f"{figure}, in which the learning rate falls from {rate:.3g} to {last:.3g}: does a schedule step too often?")
         _has_taken_enough(steps, left, first, figure)
-        return judged(figure, "does_not_overfit")
+        return _does_not_fall(figure, known)
     maximizes = any(group.get("maximize") for optimizer in training.optimizers for group in optimizer.param_groups)
     loss, left_by_adam, fewest = training.loss, math.inf, steps
     for rate in (1e-2, 1e-3):
@@ -112,7 +112,12 @@ def overfitting(training: Training, seen: Seen, line: Line, done: dict[str, Chec
     if known is None and min(left, left_by_adam) < 0.9 * first:
         raise Unjudged(f"{figure}, {left_by_adam:.3g} with Adam; how far this loss can fall is not known")
     _has_taken_enough(fewest, min(left, left_by_adam), first, figure)
-    return judged(figure, "does_not_overfit")
+    return _does_not_fall(figure, known)
+
+
+def _does_not_fall(figure: str, known: float | None) -> Check:
+    """A fault if it is known how far the loss can fall, and else doubtful: parts of a loss may work against each other, as in a GAN."""
+    return judged(figure, "does_not_overfit", sure=known is not None)
 
 
 def _has_taken_enough(steps: int, left: float, first: float, figure: str) -> None:
@@ -182,7 +187,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     if tokens == "next" and reads_its_target(training, seen):
         return judged("predictions of earlier tokens change with a later one that they are to predict", "sees_its_targets")
     learns = done.get("overfitting")
-    if learns is not None and learns.passed is False:
+    if learns is not None and (learns.passed is False or learns.cause == "does_not_overfit"):
         raise Unjudged("the training does not even learn a few samples")
     keep.restore()  # the mode, if the model was asked for what it reads
     began, until, more = time.monotonic(), line.left * 0.6, ""
