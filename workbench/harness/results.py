@@ -85,4 +85,4 @@ class Place:
     line: str
     """The innermost line of the user's: "train.py:41 save_checkpoint"."""
     kind: str | None = None
-    """"checkpoint", "evaluation", "logging", "optimizer" or None, as the functions on the stack show."""
+    """"checkpoint", "evaluation", "drawing", "logging", "optimizer" or None, as the functions on the stack show."""

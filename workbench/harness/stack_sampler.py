@@ -102,10 +102,11 @@ ENGINES = ("harness/", "timeline/", "diagnos", "programs/")
 """Beginnings of paths of files that call the user's code. So do all files in folders named `measure`."""
 TYPED = ("<stdin>", "<string>", "<console>", "<ipython")
 """Beginnings of file names of code that a user has typed."""
-KINDS = ("checkpoint", "evaluation", "logging", "optimizer")
+KINDS = ("checkpoint", "evaluation", "drawing", "logging", "optimizer")
 """Kinds of work that are recognised in a stack, the most specific first."""
 FILES = {
     "checkpoint": re.compile(r"torch/distributed/checkpoint/|safetensors/|torch/serialization\.py$"),
+    "drawing": re.compile(r"/(matplotlib|seaborn|plotly)/"),
     "logging": re.compile(r"/logging/__init__\.py$|torch/utils/tensorboard/|/(wandb|mlflow|tensorboardX|tqdm|loguru|rich)/"),
     "optimizer": re.compile(r"torch/optim/(?!lr_scheduler|swa_utils)"),
 }

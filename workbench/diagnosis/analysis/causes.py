@@ -268,7 +268,7 @@ def _retries(e: Evidence) -> str:
 
 def pausing_rank(e: Evidence) -> int | None:
     """The one rank that stalls while the others do not; None if they all do, or for a reason that belongs to the job (a checkpoint)."""
-    if len(e.ranks) < 2 or e.stalls.kind in ("checkpoint", "evaluation", "logging"):
+    if len(e.ranks) < 2 or e.stalls.kind in ("checkpoint", "evaluation", "drawing", "logging"):
         return None
     shares = sorted(e.ranks, key=lambda rank: rank.stalls.share)
     worst, next_ = shares[-1], shares[-2]

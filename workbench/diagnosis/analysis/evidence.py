@@ -137,7 +137,7 @@ class Stalls:
     where: str | None = None
     """The line that was running: "train.py:41 save_checkpoint"."""
     kind: str | None = None
-    """"checkpoint", "evaluation", "logging", "garbage collection" or None."""
+    """"checkpoint", "evaluation", "drawing", "logging", "garbage collection" or None."""
     noted: bool = False
     """True: checkpoints of a watched script, each timed where it was saved. False: steps that were too long to be usual ones."""
 

@@ -216,6 +216,7 @@ _MOVED = {
     "checkpoint": "Write checkpoints in the background: copy the state to the CPU, and save it in a thread or with "
     "torch.distributed.checkpoint.async_save; or write them less often.",
     "evaluation": "Evaluate less often, on fewer samples, or in a process of its own.",
+    "drawing": "Draw pictures less often, or store what they show and draw it in a process of its own.",
     "logging": "Log less often, and write in a thread.",
     "garbage collection": "Switch Python's cyclic garbage collector off (gc.disable()) and collect once per epoch, or gc.freeze() "
     "once everything is built.",
