@@ -540,6 +540,33 @@ def test_a_loss_that_never_falls_is_a_fault_if_it_is_known_how_far_it_could(part
     assert found["label alignment"].figure == "the training does not even learn a few samples"
 
 
+class Codebook(nn.Module):
+    """In training mode each batch moves the codes a little, before or after they are looked up; or its mean is subtracted."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.body, self.head = how, perceptron(8), nn.Linear(8, CLASSES)
+        self.register_buffer("codes", torch.randn(16, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.body(x)
+        nearest = torch.cdist(inside, self.codes).argmin(1)
+        if self.how == "mean":
+            inside = inside - inside.mean(0)
+        codes = self.codes.clone()
+        if self.training:
+            self.codes += 0.1 * inside.detach().mean(0)
+        logits: Tensor = self.head(inside + (self.codes if self.how == "before" else codes)[nearest].detach())
+        return logits
+
+
+@pytest.mark.parametrize(("how", "passed"), [("before", None), ("after", True), ("mean", False)])
+def test_a_codebook_that_each_batch_updates_is_no_leak(how: str, passed: bool | None) -> None:
+    found = checked(task(lambda: Codebook(how)), "batch independence")["batch independence"]
+    assert (found.passed, found.cause) == (passed, "" if passed else "batch_leak"), found
+    assert ("in training mode alone" in found.figure) == (how == "before")
+
+
 def test_weights_of_classes_lose_no_check() -> None:
     found = checked(task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, CLASSES + 1))), "initial loss")[
         "initial loss"

@@ -269,27 +269,35 @@ def _batch_independence(training: Training, seen: Seen, line: Line, done: dict[s
     norms = [part for part in model.modules() if isinstance(part, NORMS) and part.training]
     for part in norms:
         part.eval()
+    state = SavedState(discover(model))  # each call begins with it: a model may update a codebook or a hidden state
 
-    def keep(value: Any) -> list[Tensor]:
+    def rows(value: Any) -> list[Tensor]:
         return _rows(value, count, chosen)
 
-    before = _outputs(model, args, kwargs, 0, keep)
+    before = _outputs(model, args, kwargs, 0, rows)
     if not before or not before[-1][1]:
         raise Unjudged("the model's output does not say which part belongs to which sample")
-    values = [rows for rows in before[-1][1] if rows.is_floating_point() and rows.numel()]
-    if values and not any(bool(rows.isfinite().any()) for rows in values):
+    values = [output for output in before[-1][1] if output.is_floating_point() and output.numel()]
+    if values and not any(bool(output.isfinite().any()) for output in values):
         if training.few and math.isfinite(seen.losses[0]):  # they are the first samples of the first batch
             figure = f"the output of {count} samples is NaN or infinite, though the loss of a batch is finite"
             return judged(figure, "batch_leak", before[-1][0])
         raise Unjudged("the model's output is NaN or infinite")
     if _compares_samples(model, args, kwargs, count):
         raise Unjudged("the model compares the samples: its output has a value for each two of them")
-    after = _outputs(model, others, named, 0, keep)
-    place, change = _first_change(before, after, LEAK)
+    state.restore()
+    place, change = _first_change(before, _outputs(model, others, named, 0, rows), LEAK)
     exception = f"; batch norm in {units.several(len(norms), 'module')} mixes samples in training mode, as it should" if norms else ""
     if change > LEAK:
         how = f"changes by {change:.2g} of its size with the others" if math.isfinite(change) else "is NaN or infinite beside copies of it"
-        return judged(f"a sample's output {how}{exception}", "batch_leak", place)
+        state.restore()
+        model.eval()
+        before = _outputs(model, args, kwargs, 0, rows)
+        state.restore()
+        model.eval()
+        _, evaluated = _first_change(before, _outputs(model, others, named, 0, rows), LEAK)
+        trained = "" if evaluated > LEAK else " in training mode alone, as it should where it updates statistics or a codebook"
+        return judged(f"a sample's output {how}{trained}{exception}", "batch_leak", place, sure=not trained)
     return judged(f"changes by {change:.2g} of its size{exception}")
 
 
