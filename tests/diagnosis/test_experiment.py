@@ -65,6 +65,24 @@ def test_rows_of_embedding_tables_without_a_gradient_are_counted() -> None:
     assert tables.touched == pytest.approx((0.01 + 1) / 2)
 
 
+@pytest.mark.parametrize("wasteful", [True, False])
+def test_gradients_of_a_teacher_that_no_optimizer_uses_are_noted(wasteful: bool) -> None:
+    """Its backward took half of a step of distillation, and the diagnosis said nothing of it."""
+    student, teacher = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    optimizer = torch.optim.SGD(student.parameters(), 0.01)
+
+    def step(batch: Tensor) -> None:
+        with torch.set_grad_enabled(wasteful):
+            target = teacher(batch)
+        optimizer.zero_grad()
+        (student(batch) - target).square().mean().backward()
+        optimizer.step()
+
+    notes = experiment(step, [torch.rand(4, 8)] * 8, budget_s=1.0).notes
+    assert any("gradients of Sequential" in note and "Call it in torch.no_grad()" in note for note in notes) is wasteful
+    assert not any("gradients of Linear" in note for note in notes)
+
+
 def test_rounds_end_after_as_many_looks_as_their_interval_allows_for() -> None:
     equal, noisy = [(1.0, 0.5)] * LOOKS, [(1.0, 0.1), (1.0, 0.9)] * LOOKS
     near = [(1.0, 0.88)] * LOOKS

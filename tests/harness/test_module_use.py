@@ -26,5 +26,5 @@ def test_calls_of_innermost_modules_with_weights_are_counted() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             model.head(torch.ones(2, 4))
     model(torch.ones(2, 5, 3))
-    assert seen.counts == {("cell", "LSTMCell"): 5, ("head", "Linear"): 2}
+    assert seen.counts == {(0, "cell", "LSTMCell"): 5, (0, "head", "Linear"): 2}
     assert seen.precisions == ["amp_bf16"]

@@ -23,8 +23,8 @@ class ModuleCalls:
 
     precisions: list[str] = field(default_factory=list)
     """Under which precision of autocast, each call that was."""
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Name of a module, its class) → how often."""
+    counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
+    """(Number of a model, name of a module in it, its class) → how often."""
 
 
 @contextlib.contextmanager
@@ -33,14 +33,14 @@ def recorded_calls(models: Sequence[nn.Module], device: torch.device) -> Iterato
     seen = ModuleCalls()
     names = {dtype: name for name, dtype in DTYPES.items()}
 
-    def called(who: tuple[str, str], *_: Any) -> None:
+    def called(who: tuple[int, str, str], *_: Any) -> None:
         seen.counts[who] += 1
         if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
             seen.precisions.append(names.get(torch.get_autocast_dtype(device.type), "fp32"))
 
     handles = [
-        part.register_forward_pre_hook(partial(called, (name, type(part).__name__)))
-        for model in models
+        part.register_forward_pre_hook(partial(called, (number, name, type(part).__name__)))
+        for number, model in enumerate(models)
         if not is_compiled(model)
         for name, part in model.named_modules()
         if not list(part.children()) and next(part.parameters(), None) is not None

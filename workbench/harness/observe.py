@@ -301,8 +301,8 @@ class StepFacts:
     """CUDA graphs that one step launches."""
     tables: DenseTables
     """What the optimizer's first step showed of embedding tables."""
-    most_called: tuple[tuple[str, str], int] | None
-    """(Name of a module, its class), and how often the first step called it: the one that it called most often."""
+    most_called: tuple[tuple[int, str, str], int] | None
+    """(Number of a model, name of a module in it, its class), and how often the first step called it: the one called most often."""
     micro_batches: int
     """Batches that one step takes: `accumulation`, or those in a list that the loader gives as one."""
 
@@ -344,6 +344,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
     untrained = "" if changed else untrained_note(backward=backward, optimizer=bool(state.optimizers or late))
     _note_what_stays(feed, saved, state, late, notes, untrained)
     _note_numbers(sums, notes)
+    _note_unused_gradients(state.models, [*state.optimizers, *late], notes)
     return StepFacts(
         samples=samples,
         padding=padding,
@@ -390,6 +391,18 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
         notes.append(f"step() reaches what could not be put back to what it was before: {', '.join(saved.left_out)}")
     if feed.unread and feed.kind != "once":
         notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
+
+
+def _note_unused_gradients(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], notes: list[str]) -> None:
+    """Note that a whole model gets gradients which no optimizer uses, as a teacher that is not called in `torch.no_grad()`."""
+    held = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
+    for number, model in enumerate(models):
+        weights = list(model.parameters())
+        if held and weights and not any(id(weight) in held for weight in weights) and any(weight.grad is not None for weight in weights):
+            notes.append(
+                f"a backward computes gradients of {type(model).__name__} (model {number + 1} of {len(models)}), which no optimizer uses: "
+                "is it a teacher or a frozen part? Call it in torch.no_grad(), which saves its backward and its activations"
+            )
 
 
 def untrained_note(*, backward: bool, optimizer: bool) -> str:

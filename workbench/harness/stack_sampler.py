@@ -263,14 +263,15 @@ def own_line_of(frame: FrameType | None) -> tuple[str, bool] | None:
     a loss, backward or an optimizer is at work there.
     """
     best: str | None = None
-    inner: FrameType | None = None
     found: FrameType | None = None
+    last: FrameType | None = None
+    """The user's frame that was met last."""
     while frame is not None:
         code = frame.f_code
         whose, kind, is_module = _facts(code)
         if whose == OURS:
             break
-        if is_module and best and found is not inner:
+        if is_module and best and found is not last:
             return best, True  # called by a forward, and none itself
         if is_module or kind == "optimizer" or TRAINING.search(code.co_filename):
             return None
@@ -279,7 +280,8 @@ def own_line_of(frame: FrameType | None) -> tuple[str, bool] | None:
         if whose == USER and best is None:
             best = _label(code, frame.f_lineno or code.co_firstlineno)
             found = frame.f_back if code.co_name.startswith("<") else frame  # a comprehension belongs to its function
-        inner, frame = frame, frame.f_back
+        last = frame if whose == USER else last
+        frame = frame.f_back
     return None if best is None else (best, False)
 
 

@@ -35,7 +35,7 @@ class Comparison(display.Shown):
 
     @property
     def repeated(self) -> bool:
-        """Has a group several runs?"""
+        """Has any group several runs?"""
         return len(self.places) < len(self.runs)
 
     @property
@@ -409,8 +409,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[Any]]]:
 def differing_sections(runs: Sequence[Run]) -> list[str]:
     """In what runs differ beside their specs, what these set, and their outcome: sections, each with the first few names.
 
-    Of environment and versions, what the ranks of one of the runs did not write, as those of a script, is left out. So are, if the tasks
-    or scripts are others, their own files and the modules of their datasets.
+    Of environment and versions, what the ranks of one of the runs did not write, as those of a script, is left out. If the tasks or
+    scripts are others, so are their own files and the modules of their datasets.
     """
     found: dict[str, list[str]] = {}
     all_of, written = differences(runs), [read_or_none(run.path / run_directory.ENVIRONMENT) for run in runs]

@@ -225,7 +225,7 @@ def _none_in(folder: Path) -> str:
         return "no runs here yet: the first launch makes the folder"
     inner = folder / "runs"
     count = len(list(_directories(inner))) if inner.is_dir() else 0
-    return f"no runs here, but {units.several(count, 'run')} in {inner}: list_runs({str(inner)!r})" if count else "no runs here"
+    return f"no runs here, but {units.several(count, 'run')} in {inner}" if count else "no runs here"
 
 
 def _is_run(path: str | Path) -> bool:

@@ -229,6 +229,9 @@ def _copied_parameters(part: nn.Module, _: Any, output: Any) -> Any:
     """The output of a module with copies of the parameters, or views of them, in it: FSDP2 frees what it has gathered after the forward.
 
     Such are the learned weights of several losses, or a temperature, that a forward returns. A copy passes its gradient on.
+
+    Raises:
+        TaskError: an object of another kind holds one.
     """
     gathered = {_storage(weight) for weight in part.parameters() if not is_dtensor(weight)}
 
@@ -237,7 +240,13 @@ def _copied_parameters(part: nn.Module, _: Any, output: Any) -> Any:
 
     if not any(map(freed, tensors_of(output))):
         return None
-    return map_tensors(lambda tensor: tensor.clone() if freed(tensor) else tensor, output)
+    copied = map_tensors(lambda tensor: tensor.clone() if freed(tensor) else tensor, output)
+    if any(map(freed, tensors_of(copied))):
+        raise TaskError(
+            f"the forward of {type(part).__name__} returns a {type(output).__name__} that holds a parameter, whose memory FSDP2 frees: "
+            "return tensors, lists, dicts or dataclasses, or a copy of the parameter (weight * 1)"
+        )
+    return copied
 
 
 def _storage(tensor: Tensor) -> int:

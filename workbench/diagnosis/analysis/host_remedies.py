@@ -58,9 +58,9 @@ COMPILE_SECONDS = 0.012
 """That torch.compile takes for an operator on one core. Measured on two steps, of 1,183 and of 41,349 operators: 10 and 12 ms."""
 LONGEST_COMPILE = 60.0
 """Seconds from which on compiling is not proposed: loops are unrolled, which takes minutes. Chosen: as long as a proof may take."""
-LOOPED = 8
-"""Calls of one module per batch from which on it is taken to be called in a loop. Chosen: weights that several places share are called
-twice or three times."""
+LOOPED = 32
+"""Calls of one module per batch from which on it is taken to be called in a loop over time or samples. Chosen: a block whose weights are
+shared in depth is called 12 or 24 times."""
 
 
 def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[Remedy | None]:
@@ -102,7 +102,7 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
         yield ceiling(
             case,
             f"less work in {helper.function}",
-            f"Make {helper.function} cheaper, which a forward calls: it takes {units.percent(helper.share)} of the step, most of it in "
+            f"Make {helper.function}, which a forward calls, cheaper: it takes {units.percent(helper.share)} of the step, most of it in "
             f"{helper.line}. Work on whole tensors instead of one sample or one row at a time.",
             helper.share,
             f"all of {helper.function} is gone; its backward is not counted",
@@ -121,13 +121,13 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
     if looped:
         named = f"{looped.name} ({looped.kind})" if looped.name else looped.kind
         what = (
-            f"{named} is called {looped.calls:.0f} times per batch: call one module that takes all of it at once, such as nn.LSTM instead "
-            f"of an LSTMCell in a loop.{where}"
+            f"{named} is called {looped.calls:.0f} times per batch: call it once with all of it, or, where a call needs the result of the "
+            f"last one, a module that loops inside, such as nn.LSTM instead of an LSTMCell.{where}"
         )
         yield ceiling(case, f"fewer calls of {looped.name or looped.kind}", what, all_of_it, gone)
         return
-    function = helper or own_code(e, c)
-    if function is None or function.share < MIN_EXPLAINED * saved.mid:  # else `less_own_code` says so of its function
+    named_share = max((function.share for function in (helper, own_code(e, c)) if function), default=0.0)
+    if named_share < MIN_EXPLAINED * saved.mid:  # else `less_own_code` says so of its function
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
         yield ceiling(case, LESS_PYTHON, what, all_of_it, gone)
 

@@ -216,7 +216,7 @@ def repeated_of(seen: StepFacts) -> Repeated | None:
     """The module that a step calls most often, as evidence; None if none was seen to be called."""
     if seen.most_called is None:
         return None
-    (name, kind), calls = seen.most_called
+    (_, name, kind), calls = seen.most_called
     return Repeated(name=name, kind=kind, calls=calls / seen.micro_batches)
 
 

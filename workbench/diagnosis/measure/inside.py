@@ -363,7 +363,7 @@ def look(
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
     own, helpers = (
         ((), ()) if synchronize else (sampler.own_lines(), sampler.own_lines(helpers=True))
-    )  # else lines wait for what others launched
+    )  # beside a device, lines wait for what others have launched
     own, helpers = own[:MAX_OWN_LINES], helpers[:MAX_OWN_LINES]
     return replace(seen, slowdown=slowdown, lines=sampler.lines(), own=own, helpers=helpers, **clocks), why
 

@@ -195,11 +195,13 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
 
     def collected() -> Iterator[Any]:
         nonlocal more
+        size = 0
         for batch in itertools.islice(training.stream(), STEPS_WITH_LABELS):
             batches.append(batch)
+            size += bytes_of(batch)
             yield batch
             more = ": give a larger budget_s" if line.left < until else more
-            if more or sum(map(bytes_of, batches)) > 2**28:
+            if more or size > 2**28:
                 return
 
     true, _, _ = _labelled(training, line, collected(), shuffled=False)

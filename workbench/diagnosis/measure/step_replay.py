@@ -55,8 +55,8 @@ LATER = 4
 RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 """Factors of the learning rate that are tried where a tenth is too large, too."""
 JOINED = (
-    "no sample was left out: the batch has no entry for each of its samples, and cannot be collated anew (they are those of a stream, or "
-    "the dataset gives other ones each time)"
+    "no sample was left out: the batch has no entry for each of its samples, and cannot be collated anew (they are those of a stream, the "
+    "dataset gives other ones each time, or collate takes no fewer)"
 )
 PLACES = "a stream has no indices: samples are counted from 0 in the batch of the step"
 
