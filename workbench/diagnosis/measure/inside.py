@@ -361,10 +361,8 @@ def look(
         spinning = min(1.0, polled / waited) if waited * plain >= MIN_WAIT else float(polls)
         clocks["blocked"] = waiting.asleep(clocks["blocked"], usual, spinning)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
-    own, helpers = (
-        ((), ()) if synchronize else (sampler.own_lines(), sampler.own_lines(helpers=True))
-    )  # beside a device, lines wait for what others have launched
-    own, helpers = own[:MAX_OWN_LINES], helpers[:MAX_OWN_LINES]
+    # beside a device, lines wait for what others have launched
+    own, helpers = (() if synchronize else sampler.own_lines(helpers=each)[:MAX_OWN_LINES] for each in (False, True))
     return replace(seen, slowdown=slowdown, lines=sampler.lines(), own=own, helpers=helpers, **clocks), why
 
 
