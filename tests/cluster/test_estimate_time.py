@@ -657,3 +657,30 @@ def test_operators_of_the_loss_without_gradients_are_of_the_forward(accumulation
     assert {one.phase for one in found.operators if "sort" in one.name} == {"forward"}
     assert {one.phase for one in found.operators if "foreach" in one.name} == {"update"}
     assert {one.phase for one in found.operators if one.name == "aten.addmm"} == {"forward"}
+
+
+class Lookahead(torch.optim.SGD):
+    """Steps an optimizer of its own, and then draws slow weights after the fast ones (Zhang et al. 2019)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+        self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
+        self.inner = torch.optim.SGD([each for group in self.param_groups for each in group["params"]], lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for slow, fast in zip(self.slow, self.inner.param_groups[0]["params"], strict=True):
+            slow.lerp_(fast, 0.5)
+
+
+def test_what_an_optimizer_does_after_the_step_of_another_is_of_the_update() -> None:
+    """The inner step ended the outer one, whose own operators were counted as part of the forward."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = Lookahead(model.parameters())
+    with Roofline(H100) as floor:
+        for _ in range(2):
+            model(torch.zeros(4, 8)).sum().backward()
+            optimizer.step()
+    assert {call.phase for call in floor.calls if call.name == "aten.lerp_"} == {"update"}
+    assert {call.phase for call in floor.calls if call.name == "aten.addmm"} == {"forward"}

@@ -61,7 +61,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds, self.computing, self.flops, self.bytes, self.operators = 0.0, 0.0, 0, 0, 0
         self.calls: Counter[Call] = Counter()
         self._last = ""  # phase of the last operator of forward or backward; "" after an optimizer's step
-        self._updating = False
+        self._updating = 0  # optimizers whose step() runs: one may call another's, as Lookahead does
 
     def __enter__(self) -> "Roofline":
         self._hooks = [register_optimizer_step_pre_hook(self._begin_update), register_optimizer_step_post_hook(self._end_update)]
@@ -73,10 +73,11 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _begin_update(self, *_: Any) -> None:
-        self._updating = True
+        self._updating += 1
 
     def _end_update(self, *_: Any) -> None:
-        self._updating, self._last = False, ""
+        self._updating -= 1
+        self._last = ""
 
     def _phase(self, name: str) -> str:
         """Of a step: an operator of the engine's threads is of the backward. One without gradients is of the update, if an optimizer runs,
