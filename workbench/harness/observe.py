@@ -318,6 +318,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
     before, late = tensor_versions(batch), list[Optimizer]()
     weights = weights_of(state.models)
     at_first = tensor_versions(weights), _sums(state.models)
+    each = [_sums([model]) for model in state.models] if len(state.models) > 1 else []
 
     def meet(optimizer: Optimizer) -> None:
         late.append(optimizer)
@@ -344,7 +345,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
     untrained = "" if changed else untrained_note(backward=backward, optimizer=bool(state.optimizers or late))
     _note_what_stays(feed, saved, state, late, notes, untrained)
     _note_numbers(sums, notes)
-    _note_unused_gradients(state.models, [*state.optimizers, *late], notes)
+    _note_unused_gradients(state.models, each, notes)
     return StepFacts(
         samples=samples,
         padding=padding,
@@ -393,15 +394,22 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
         notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
 
 
-def _note_unused_gradients(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], notes: list[str]) -> None:
-    """Note that a whole model gets gradients which no optimizer uses, as a teacher that is not called in `torch.no_grad()`."""
-    held = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
+def _note_unused_gradients(models: Sequence[nn.Module], before: Sequence[Mapping[str, float]], notes: list[str]) -> None:
+    """Note that a whole model gets gradients but stays as it is while another one is trained, as a teacher that is not called in
+    `torch.no_grad()`.
+
+    Args:
+        models: of the step.
+        before: `_sums` of each before the first step; none = there is one model.
+        notes: get the note.
+    """
+    stay = [_sums([model]) == sums for model, sums in zip(models, before, strict=False)]
     for number, model in enumerate(models):
-        weights = list(model.parameters())
-        if held and weights and not any(id(weight) in held for weight in weights) and any(weight.grad is not None for weight in weights):
+        if before and stay[number] and not all(stay) and any(weight.grad is not None for weight in model.parameters()):
             notes.append(
-                f"a backward computes gradients of {type(model).__name__} (model {number + 1} of {len(models)}), which no optimizer uses: "
-                "is it a teacher or a frozen part? Call it in torch.no_grad(), which saves its backward and its activations"
+                f"a backward computes gradients of {type(model).__name__} (model {number + 1} of {len(models)}), whose weights stay as "
+                "they are: requires_grad_(False) saves that, and, if no gradient has to pass through it to another one (a teacher), "
+                "calling it in torch.no_grad() saves its whole backward"
             )
 
 

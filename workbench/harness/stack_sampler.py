@@ -279,7 +279,9 @@ def own_line_of(frame: FrameType | None) -> tuple[str, bool] | None:
             return None
         if whose == USER and best is None:
             best = _label(code, frame.f_lineno or code.co_firstlineno)
-            found = frame.f_back if code.co_name.startswith("<") else frame  # a comprehension belongs to its function
+            found = frame
+            while found.f_code.co_name.startswith("<") and found.f_back:  # a comprehension belongs to its function
+                found = found.f_back
         last = frame if whose == USER else last
         frame = frame.f_back
     return None if best is None else (best, False)

@@ -97,8 +97,11 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
                 "that does not grow with the batch is gone",
             )
         yield compiled
+    called = own_code(e, c)
     helper = own_code(e, c, helpers=True) if launches and _has_loops(e) else None
     if helper:
+        if called and called.function == helper.function:  # by a forward and by the loss
+            helper = called = replace(helper, share=helper.share + called.share)
         yield ceiling(
             case,
             f"less work in {helper.function}",
@@ -126,7 +129,7 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
         )
         yield ceiling(case, f"fewer calls of {looped.name or looped.kind}", what, all_of_it, gone)
         return
-    named_share = max((function.share for function in (helper, own_code(e, c)) if function), default=0.0)
+    named_share = max((function.share for function in (helper, called) if function), default=0.0)
     if named_share < MIN_EXPLAINED * saved.mid:  # else `less_own_code` says so of its function
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
         yield ceiling(case, LESS_PYTHON, what, all_of_it, gone)
