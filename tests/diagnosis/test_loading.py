@@ -429,6 +429,18 @@ class Special(DataLoader[Any]):
         self.mark = "mine"
 
 
+class ByEpoch(Work):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("dataset", [Work, ByEpoch])
+def test_the_probe_says_if_workers_that_stay_would_miss_the_epoch(dataset: type[Work]) -> None:
+    loader = loader_of(dataset())
+    with Feed(loader) as feed:
+        assert probe(loader, feed, 0.1)[0].misses_epochs == (dataset is ByEpoch)
+
+
 def test_rebuilt_changes_what_it_is_told_and_nothing_else() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = loader_of(Work(), num_workers=2, shuffle=True, generator=generator, persistent_workers=True, timeout=5.0)

@@ -248,6 +248,22 @@ def test_workers_that_stay() -> None:
     assert one.speedup == pytest.approx(world.step / world.without(persistent=True).step, rel=0.1)
 
 
+@pytest.mark.parametrize("spec", [None, RunSpec(task="text-gpt", num_workers=2)])
+def test_workers_that_would_miss_the_epoch_stay_only_with_an_epoch_in_shared_memory(spec: RunSpec | None) -> None:
+    """A training starts them anew with each epoch, in spite of persistent_workers=True, which then gains nothing."""
+    world = World(cpu=0.002, num_workers=2, persistent=False, start_up=0.1, epoch=8)
+    evidence = world.evidence()
+    assert evidence.loading is not None
+    found = remedies(world.evidence(loading=dataclasses.replace(evidence.loading, misses_epochs=True)), spec=spec)
+    assert not any("persistent_workers" in each.change for each in found.values())
+    shared, staying = found["epoch in shared memory"], remedies(evidence, spec=spec)["persistent_workers=True"]
+    assert shared.change == {}
+    assert shared.speedup == staying.speedup
+    assert "set_epoch, which workers that stay would not see" in shared.what
+    more = remedies(World(cpu=0.03).evidence(loading=dataclasses.replace(evidence.loading, misses_epochs=True, num_workers=0)), spec=spec)
+    assert not any("persistent_workers" in each.change for each in more.values())
+
+
 def test_no_workers_where_they_cost_more_than_they_save() -> None:
     loading = World(cpu=0.0005, num_workers=4).evidence().loading
     assert loading is not None

@@ -98,6 +98,13 @@ def test_each_part_has_its_remedy(parts: dict[str, Any], name: str, change: dict
     assert not any(remedy.change for remedy in script.values()), "what is no spec cannot be turned from here"
 
 
+def test_workers_that_would_miss_the_epoch_are_not_kept() -> None:
+    parts: dict[str, Any] = {"start": 0.2, "steps_per_pass": 20.0, "num_workers": 2, "cores": 8.0}
+    remedy = answer(**parts, misses_epochs=True).remedy("epoch in shared memory")
+    assert remedy.change == {}
+    assert remedy.speedup == answer(**parts).remedy("persistent_workers=True").speedup
+
+
 def test_a_predicted_gain_is_what_its_formula_says() -> None:
     result = answer(reduction=0.010, buckets=1)
     accumulate = result.remedy("accumulation=4")

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from workbench.data.resumable_sampler import SampleIndex
-from workbench.harness.loaders import shut_down
+from workbench.harness.loaders import misses_epochs, shut_down
 from workbench.train import loader as train_loader
 from workbench.train.loader import ANEW, micro_batches
 from workbench.train.ranks import Ranks
@@ -206,6 +206,7 @@ def test_persistent_workers_see_set_epoch(alone: Ranks, dataset: Any, workers: i
         persistent_workers=bool(workers),
         multiprocessing_context="fork" if workers else None,
     )
+    assert misses_epochs(loader) == isinstance(dataset.epoch, int)
     said: list[str] = []
     batches = micro_batches(loader, 1, alone, warn=said.append)
     given = [next(batches) for _ in range(6)]  # three epochs of two batches

@@ -5,8 +5,10 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 KNOWN_WARNINGS = (
@@ -57,6 +59,22 @@ def data_loader_of(loader: Any) -> "DataLoader[Any] | None":
     if (name := _inner_name(loader)) is not None:
         return data_loader_of(vars(loader)[name])
     return loader if isinstance(loader, DataLoader) else None
+
+
+def shared_numbers(dataset: Any) -> Iterator[Any]:
+    """The numbers that a dataset, or the one inside of it, keeps in shared memory, where its workers see them change."""
+    for part in (dataset, getattr(dataset, "__dict__", {}).get("dataset")):
+        for value in list(getattr(part, "__dict__", {}).values()):
+            if isinstance(value, Tensor) and value.numel() == 1 and value.is_shared():  # type: ignore[no-untyped-call]
+                yield value.item()
+            elif isinstance(value, SynchronizedBase) and hasattr(value, "value"):
+                yield value.value
+
+
+def misses_epochs(loader: Any) -> bool:
+    """Has a loader's dataset a `set_epoch` that persistent workers would not see, since no number of it is in shared memory?"""
+    inner = data_loader_of(loader)
+    return inner is not None and hasattr(inner.dataset, "set_epoch") and next(shared_numbers(inner.dataset), None) is None
 
 
 def _around(wrapper: Any, name: str, inner: Any) -> Any:

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.harness.batches import map_tensors
-from workbench.harness.loaders import shut_down
+from workbench.harness.loaders import shared_numbers, shut_down
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, built
 from workbench.timeline.reading import FirstBatches
@@ -144,7 +143,8 @@ def micro_batches(
         for shuffled in (loader.sampler, loader.dataset):
             if hasattr(shuffled, "set_epoch"):
                 shuffled.set_epoch(epoch)
-        if epoch > first and loader.persistent_workers and hasattr(loader.dataset, "set_epoch") and not _shares(loader.dataset, epoch):
+        unseen = hasattr(loader.dataset, "set_epoch") and epoch not in shared_numbers(loader.dataset)
+        if epoch > first and loader.persistent_workers and unseen:
             if epoch == first + 1:
                 warn(ANEW)
             shut_down(loader._iterator)
@@ -168,17 +168,6 @@ def micro_batches(
                 f"the task's dataset, a stream ({type(loader.dataset).__name__}), ended before it had given rank {ranks.rank} "
                 f"one micro-batch of {loader.batch_size} samples: try a smaller micro_batch, or a longer stream"
             )
-
-
-def _shares(dataset: Any, epoch: int) -> bool:
-    """Does a dataset keep the epoch in shared memory, where its workers see it? So do streamed datasets of Hugging Face."""
-    inside = dataset.dataset if isinstance(dataset, SeededBatches) else dataset
-    for value in list(getattr(inside, "__dict__", {}).values()):
-        if isinstance(value, Tensor) and value.numel() == 1 and value.is_shared() and value.item() == epoch:  # type: ignore[no-untyped-call]
-            return True
-        if isinstance(value, SynchronizedBase) and getattr(value, "value", None) == epoch:
-            return True
-    return False
 
 
 def _check_parts_differ(batch: Any, ranks: Ranks) -> None:

@@ -56,6 +56,8 @@ class Loading:
     num_workers: int = 0
     prefetch_factor: int | None = None
     persistent_workers: bool = False
+    misses_epochs: bool = False
+    """Has the dataset a `set_epoch` that persistent workers would not see? A training starts them anew with each epoch."""
     pin_memory: bool = False
     batch_size: int | None = None
     """Samples per batch."""

@@ -179,6 +179,8 @@ class GapEvidence(JsonDataclass):
     num_workers: int = 0
     """Of each rank's loader."""
     persistent_workers: bool = False
+    misses_epochs: bool = False
+    """As in `Loading`."""
     steps_per_pass: float | None = None
     """Steps of each rank from one start of its loader to the next; None = it has no end, or it is not known."""
     starts_alone: tuple[float, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 from workbench.core import units
 from workbench.diagnosis.analysis.gap import NAMED, Gap
 from workbench.diagnosis.analysis.gap_evidence import GapEvidence, ranks_with_rare_steps, seconds_of
+from workbench.diagnosis.analysis.loader_remedies import SHARED_EPOCH
 from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Remedy, sort_key
 from workbench.runs.spec import AUTO, RunSpec, ScriptSpec, Spec
 
@@ -313,9 +314,9 @@ def _epochs(e: GapEvidence, gap: Gap, spec: RunSpec | None) -> Iterator[Remedy]:
         yield _removing(
             gap,
             ("epochs",),
-            "persistent_workers=True",
-            {"persistent_workers": True} if spec else {},
-            "Keep the loader's workers from one epoch to the next.",
+            "epoch in shared memory" if e.misses_epochs else "persistent_workers=True",
+            {"persistent_workers": True} if spec and not e.misses_epochs else {},
+            SHARED_EPOCH if e.misses_epochs else "Keep the loader's workers from one epoch to the next.",
             ceiling=False,
             share=0.9,
             costs="workers hold their memory all the time",

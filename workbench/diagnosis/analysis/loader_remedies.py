@@ -17,6 +17,11 @@ predict too much more often than too little. Measured on two cores (−14 … +6
 narrower by it, predictions stay."""
 DEEP_PREFETCH = 8
 """Batches per worker: enough for one slow batch in twenty, and four times the memory of torch's own 2."""
+SHARED_EPOCH = (
+    "Keep the workers from one epoch to the next (persistent_workers=True), and the epoch in shared memory (a tensor of one number with "
+    "share_memory_(), or a multiprocessing.Value): the dataset has set_epoch, which workers that stay would not see otherwise."
+)
+"""What to do where workers are started anew since they would miss the epoch."""
 UNKNOWN_TRANSFORM = " (how much of it is reading is not known: give compare_formats your loader's dataset, or transform=)"
 
 
@@ -58,7 +63,7 @@ def in_workers(case: Case, best: int) -> Remedy | None:
     loading, feeding, model = case.evidence.loading, case.model.feeding, case.model
     if loading is None or feeding is None:
         return None
-    keep = {"persistent_workers": True} if best and not loading.persistent_workers else {}
+    keep = {"persistent_workers": True} if best and not loading.persistent_workers and not loading.misses_epochs else {}
     change = {"num_workers": best, **keep}
     speedups = model.with_cores(**change)
     processes = f"{best} worker process{'es' * (best != 1)}"
@@ -98,9 +103,9 @@ def _persistent(case: Case, loading: Loading) -> Remedy | None:
     keep = {"persistent_workers": True}
     return from_formula(
         case,
-        "persistent_workers=True",
-        keep,
-        "Keep the workers from one epoch to the next.",
+        "epoch in shared memory" if loading.misses_epochs else "persistent_workers=True",
+        {} if loading.misses_epochs else keep,
+        SHARED_EPOCH if loading.misses_epochs else "Keep the workers from one epoch to the next.",
         case.model.speedup(**keep),
         WORKERS_ERROR,
         f"starting them takes {units.seconds(loading.start_up)} per epoch of {loading.epoch} batches, and is gone",

@@ -16,13 +16,15 @@ from workbench.diagnosis.analysis.step_model import StepModel
 KINDS = {
     "num_workers": "loader",
     "persistent_workers": "loader",
+    "epoch in shared memory": "loader",
     "prefetch_factor": "loader",
     "pin_memory": "loader",
     "micro_batch": "batch",
     "accumulation": "reductions",
     "bucket_cap_mb": "reductions",
 }
-"""Knob → the kind of formula that predicts its gain. All others are "training": an experiment made the change on replayed batches."""
+"""Knob or remedy → the kind of formula that predicts its gain. All others are "training": an experiment made the change on replayed
+batches."""
 MODEL_ERRORS = {
     False: {"loader": 0.06, "batch": 0.06, "reductions": 0.06, "training": 0.13},
     True: {"loader": 0.11, "batch": 0.19, "reductions": 0.14, "training": 0.33},

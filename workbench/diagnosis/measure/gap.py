@@ -27,6 +27,7 @@ from workbench.harness.batches import MAX_CACHED, CachedBatches, bytes_of, doubl
 from workbench.harness.blocks import BlockTimer, DiagnoseError, StepTimes, steps_for
 from workbench.harness.feed import Feed
 from workbench.harness.interleave import MIN_STEPS_PER_PASS
+from workbench.harness.loaders import misses_epochs
 from workbench.harness.observe import samples_of, timed_device_of
 from workbench.harness.peers import Peers
 
@@ -195,6 +196,7 @@ class _Arms:
             threads=threads,
             num_workers=feed.num_workers,
             persistent_workers=bool(getattr(feed.loader, "persistent_workers", False)),
+            misses_epochs=misses_epochs(feed.loader),
             steps_per_pass=float(loader) if loader else None,
             starts_alone=tuple(self.starts["alone"]),
             starts_together=tuple(self.starts["together"]),

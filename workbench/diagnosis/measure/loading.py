@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.measure.fetch_meter import BatchCost, FetchMeter, WorkerMeter, clocks
 from workbench.harness.batches import bytes_of, tensors_of
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.loaders import data_loader_of, shut_down, with_knobs, without_known_warnings, worker_error
+from workbench.harness.loaders import data_loader_of, misses_epochs, shut_down, with_knobs, without_known_warnings, worker_error
 from workbench.harness.stack_sampler import StackSampler
 from workbench.timeline.loops import samples_in
 from workbench.timeline.reading import SPLIT_BY_WORKER, digest, is_stream, may_split
@@ -84,6 +84,7 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
         num_workers=feed.num_workers,
         prefetch_factor=loader.prefetch_factor if feed.num_workers else None,
         persistent_workers=bool(feed.num_workers and loader.persistent_workers),
+        misses_epochs=misses_epochs(loader),
         pin_memory=bool(getattr(loader, "pin_memory", False)) if feed.kind == "DataLoader" else False,
         batch_size=samples_in(batch, feed.batch_size) or (loader.batch_size if feed.kind == "DataLoader" else None),
         batch_bytes=bytes_of(batch),
