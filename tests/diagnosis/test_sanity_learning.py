@@ -222,7 +222,7 @@ def attention_dropout(x: Tensor) -> Tensor:
         (masked_places, None, "torch.rand"),
         (lambda x: x[:, torch.randperm(32)], None, "torch.randperm"),
         (flow, None, "torch.randn_like"),
-        (F.gumbel_softmax, None, "torch.gumbel_softmax"),
+        (F.gumbel_softmax, None, "torch.nn.functional.gumbel_softmax"),
         (lambda x: x * (torch.rand(x.shape) < 0.7), False, ""),
         (stochastic_depth, False, ""),
         (lambda x: x * torch.empty(len(x), 1).bernoulli_(0.7) + 0 * torch.randn(1), False, ""),
@@ -814,6 +814,44 @@ def test_a_rate_that_a_schedule_takes_to_zero_is_no_fault_of_the_model() -> None
         found = checked(training, "overfitting")["overfitting"]
     assert found.passed is None, found
     assert "the learning rate falls from 0.003 to " in found.figure
+
+
+@pytest.mark.parametrize(
+    ("how", "passed", "cause"),
+    [
+        ("no_grad", True, ""),
+        ("requires_grad_(False)", True, ""),
+        ("frozen=", True, ""),
+        ("evaluation mode", None, "model_not_in_optimizer"),
+        ("training mode", False, "model_not_in_optimizer"),
+        ("both detached", False, "detached"),
+    ],
+)
+def test_a_teacher_in_no_optimizer_needs_no_gradient(how: str, passed: bool | None, cause: str) -> None:
+    """If it gets gradients, its optimizer was forgotten, or they are for nothing."""
+    student, teacher = perceptron(), perceptron().train(how in ("training mode", "frozen="))
+    teacher.requires_grad_(how != "requires_grad_(False)")
+    optimizer = torch.optim.Adam(student.parameters(), 0.01)
+
+    def step(batch: Any) -> Tensor:
+        with torch.set_grad_enabled(how != "no_grad"):
+            known = teacher(batch[0])
+        found = student[2](student[:2](batch[0]).detach()) if how == "both detached" else student(batch[0])
+        known = known.detach() if how == "both detached" else known
+        loss = F.mse_loss(found, known) + F.cross_entropy(found, batch[1])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    given = Step(step=step, loader=DataLoader(TensorDataset(*points()), 32), model=[student, teacher], optimizer=optimizer)
+    with of_step(given, ("model[1].*",) if how == "frozen=" else ()) as training:
+        found = checked(training, "gradient flow")["gradient flow"]
+    assert (found.passed, found.cause) == (passed, cause), found
+    assert ("model[1] in no optimizer and without a gradient" in found.figure) == (how in ("no_grad", "requires_grad_(False)"))
+    if cause == "model_not_in_optimizer":
+        assert (found.place, "torch.no_grad()" in found.advice) == ("model[1]", True), found
+        assert found.figure == "1 of 2 models"
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -42,6 +42,7 @@ CAUSES: Mapping[str, str] = {
     "detached": "no path leads from the loss to the module: look for detach(), .data, no_grad, argmax or numpy after it",
     "unused": "the loss does not use the module: call it in forward, or remove it",
     "not_in_optimizer": "give the optimizer all parameters: model.parameters(), after the last layer was added",
+    "model_not_in_optimizer": "give an optimizer its parameters; or, of a teacher, call it in torch.no_grad() or set requires_grad_(False)",
     "not_registered": "no optimizer finds layers in a plain list: use nn.ModuleList; if they are fixed on purpose, requires_grad_(False)",
     "never_stepped": "call optimizer.step() after loss.backward(), and zero_grad() not in between: no step uses the gradients",
     "zero_gradient": "the gradient is exactly zero in all steps: look for a saturated or clamped activation, or a factor of zero",

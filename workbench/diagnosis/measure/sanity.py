@@ -141,13 +141,23 @@ def _active_units(training: Training, seen: Seen, line: Line, done: dict[str, Ch
 def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, Check]) -> Check:
     faults: dict[str, list[str]] = {}
     held = {id(weight) for optimizer in training.optimizers for group in optimizer.param_groups for weight in group["params"]}
-    count = 0
+    count, fixed, outside_trains = 0, list[str](), False
     for number, model in enumerate(training.models):
         which = f"model[{number}]." if len(training.models) > 1 else ""
+        own = {id(weight) for weight in model.parameters()}
+        if which and own and held and not own & held:
+            if not own & (seen.got | seen.arrived):
+                fixed.append(which[:-1])
+                continue
+            if not any(_is_frozen(training, name, which) for name, _ in model.named_parameters()):
+                count += len(own)
+                faults.setdefault("model_not_in_optimizer", []).append(which[:-1])
+                outside_trains = outside_trains or any(part.training for part in model.modules())
+                continue
         for path, part in model.named_modules():
             for name, weight in part.named_parameters(recurse=False):
                 full = f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
-                if any(fnmatch.fnmatch(each, pattern) for pattern in training.frozen for each in (full, which + full)):
+                if _is_frozen(training, full, which):
                     continue
                 count += 1
                 if cause := _fault(weight, part, seen, held):
@@ -157,18 +167,27 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     if not faults and (lost := seen.unregistered):  # a fixed network, as of a perceptual loss, may be kept so on purpose
         return judged(f"{units.several(len(lost), 'module')} with weights in no model", "not_registered", _first(lost), sure=False)
     if not faults:
-        return judged(f"all {count} parameters get one")
+        apart = f"; {', '.join(fixed)} in no optimizer and without a gradient, as a teacher or an averaged copy" if fixed else ""
+        return judged(f"all {count} parameters get one{apart}")
     order = (
         *("nonfinite_gradient", "gradients_add_up", "never_stepped", "detached", "frozen", "unused"),
-        *("zero_gradient", "not_in_optimizer", "same_units", "cancelled_bias"),
+        *("zero_gradient", "not_in_optimizer", "model_not_in_optimizer", "same_units", "cancelled_bias"),
     )
     cause = min(faults, key=order.index)
     names = faults[cause]
     if cause == "gradients_add_up":
         return judged("the gradients of an update are the sum of those of all steps so far", cause)
-    figure = f"{len(names)} of {count} parameters" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
-    sure = seen.stepped if cause == "never_stepped" else cause != "cancelled_bias"
+    of = f"{len(training.models)} models" if cause == "model_not_in_optimizer" else f"{count} parameters"
+    figure = f"{len(names)} of {of}" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
+    doubts = {"never_stepped": not seen.stepped, "cancelled_bias": True, "model_not_in_optimizer": not outside_trains}
+    sure = not doubts.get(cause)
     return judged(figure.replace("_", " "), cause, _first(names), sure=sure)
+
+
+def _is_frozen(training: Training, name: str, which: str) -> bool:
+    """Whether the user has said that a parameter is frozen on purpose; `model[1].*` is no class of characters, but the second model."""
+    patterns = [each for given in training.frozen for each in (given, given.replace("model[", "model[[]"))]
+    return any(fnmatch.fnmatch(each, pattern) for pattern in patterns for each in (name, which + name))
 
 
 def _first(names: Sequence[str]) -> str:

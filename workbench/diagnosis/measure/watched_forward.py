@@ -212,7 +212,8 @@ class Watched(TorchFunctionMode):
             return func(*bound.args, **bound.kwargs)
         if func in NOISE or func in UNIFORM:
             calls = self.noise if func in NOISE else self.uniform
-            calls.append(f"{'Tensor' if func.__name__.endswith('_') else 'torch'}.{func.__name__}")
+            owner = "Tensor" if func.__name__.endswith("_") else "torch.nn.functional" if func is F.gumbel_softmax else "torch"
+            calls.append(f"{owner}.{func.__name__}")
         if func is F.kl_div and self.divergence is None:
             self.divergence = (args[0] if args else kwargs["input"]).detach()
         if getattr(func, "__name__", "") in ("sub", "__rsub__") and not self._stack:
