@@ -817,6 +817,19 @@ def test_a_rate_that_a_schedule_takes_to_zero_is_no_fault_of_the_model() -> None
 
 
 @pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [("model[1].*", True), ("model[1].0.weight", True), ("*.weight", True), ("2.bia[s]", True), ("model[2].*", False), ("0.weihgt", False)],
+)
+def test_a_pattern_of_frozen_parameters_that_fits_none_is_noted(pattern: str, matches: bool) -> None:
+    models = [perceptron(), perceptron()]
+    training = Training(lambda batch: None, models, [], lambda: iter(()), frozen=[pattern])
+    unknown = f"No parameter matches frozen='{pattern}'; the last one is called model[1].2.bias."
+    assert training.notes == [unknown] * (not matches)
+    names = [(training.prefix(number), name) for number, model in enumerate(models) for name, _ in model.named_parameters()]
+    assert any(training.is_frozen(*name) for name in names) == matches
+
+
+@pytest.mark.parametrize(
     ("how", "passed", "cause"),
     [
         ("no_grad", True, ""),

@@ -56,7 +56,8 @@ def sanity(
         loader: with a step: its batches.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        frozen: patterns of parameters that are not trained on purpose, such as "backbone.*".
+        frozen: patterns of parameters that are not trained on purpose, such as "backbone.*", or "model[1].*" of several models. A note says
+            which of them fits none.
         budget_s: seconds to spend at most. Checks that do not start by then, or by Ctrl-C, are not judged.
 
     Raises:

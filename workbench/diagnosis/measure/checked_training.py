@@ -1,6 +1,7 @@
 """The training that `wb.sanity` checks, of a Task or of a step with its loader, and what its first steps show."""
 
 import contextlib
+import fnmatch
 import itertools
 import math
 import time
@@ -80,6 +81,32 @@ class Training:
     """Samples of a full batch; None = not known."""
     accumulates: bool = False
     """Whether its spec adds up the gradients of several micro-batches."""
+
+    def __post_init__(self) -> None:
+        named = [(self.prefix(number), name) for number, model in enumerate(self.models) for name, _ in model.named_parameters()]
+        for pattern in self.frozen:
+            if not any(_matches(pattern, which, plain_name(name)) for which, name in named):
+                known = "".join(f"; the last one is called {which}{plain_name(name)}" for which, name in named[-1:])
+                self.notes.append(f"No parameter matches frozen={pattern!r}{known}.")
+
+    def prefix(self, number: int) -> str:
+        """What stands before the names of a model's parameters, if there are several models."""
+        return f"model[{number}]." if len(self.models) > 1 else ""
+
+    def is_frozen(self, which: str, name: str) -> bool:
+        """Whether the user has said that a parameter is frozen on purpose."""
+        return any(_matches(pattern, which, name) for pattern in self.frozen)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.lstrip(".").replace("_orig_mod.", "")
+
+
+def _matches(pattern: str, which: str, name: str) -> bool:
+    """Whether a pattern fits a parameter's name, with or without its model's; `model[1].*` is the second model, no class of characters."""
+    patterns = pattern, pattern.replace("model[", "model[[]")
+    return any(fnmatch.fnmatch(full, each) for each in patterns for full in (name, which + name))
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Makes the checks of `wb.sanity` in this process, and restores the training: each check tries it and measures one figure."""
 
 import contextlib
-import fnmatch
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.core import units
 from workbench.diagnosis.analysis.sanity import CHECKS, Check, judged
-from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, observe
+from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, observe, plain_name
 from workbench.diagnosis.measure.first_loss import initial_loss
 from workbench.diagnosis.measure.sanity_learning import LARGE_RMS, label_alignment, not_finite, overfitting
 from workbench.diagnosis.measure.token_targets import LEAK
@@ -143,21 +142,21 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     held = {id(weight) for optimizer in training.optimizers for group in optimizer.param_groups for weight in group["params"]}
     count, fixed, outside_trains = 0, list[str](), False
     for number, model in enumerate(training.models):
-        which = f"model[{number}]." if len(training.models) > 1 else ""
+        which = training.prefix(number)
         own = {id(weight) for weight in model.parameters()}
         if which and own and held and not own & held:
             if not own & (seen.got | seen.arrived):
                 fixed.append(which[:-1])
                 continue
-            if not any(_is_frozen(training, name, which) for name, _ in model.named_parameters()):
+            if not any(training.is_frozen(which, name) for name, _ in model.named_parameters()):
                 count += len(own)
                 faults.setdefault("model_not_in_optimizer", []).append(which[:-1])
                 outside_trains = outside_trains or any(part.training for part in model.modules())
                 continue
         for path, part in model.named_modules():
             for name, weight in part.named_parameters(recurse=False):
-                full = f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
-                if _is_frozen(training, full, which):
+                full = plain_name(f"{path}.{name}")
+                if training.is_frozen(which, full):
                     continue
                 count += 1
                 if cause := _fault(weight, part, seen, held):
@@ -182,12 +181,6 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     doubts = {"never_stepped": not seen.stepped, "cancelled_bias": True, "model_not_in_optimizer": not outside_trains}
     sure = not doubts.get(cause)
     return judged(figure.replace("_", " "), cause, _first(names), sure=sure)
-
-
-def _is_frozen(training: Training, name: str, which: str) -> bool:
-    """Whether the user has said that a parameter is frozen on purpose; `model[1].*` is no class of characters, but the second model."""
-    patterns = [each for given in training.frozen for each in (given, given.replace("model[", "model[[]"))]
-    return any(fnmatch.fnmatch(each, pattern) for pattern in patterns for each in (name, which + name))
 
 
 def _first(names: Sequence[str]) -> str:
