@@ -567,6 +567,20 @@ def test_a_codebook_that_each_batch_updates_is_no_leak(how: str, passed: bool | 
     assert ("in training mode alone" in found.figure) == (how == "before")
 
 
+@pytest.mark.parametrize(("divided", "passed", "cause"), [(True, None, "unequal_micro_batches"), (False, False, "sum_reduction")])
+def test_a_loss_over_the_number_of_positives_is_no_sum(divided: bool, passed: bool | None, cause: str) -> None:
+    """As of a focal loss: of the first eight samples at most one is positive."""
+    labels, order = torch.zeros(2048, CLASSES), torch.randperm(2048, generator=torch.Generator().manual_seed(0))
+    labels[order[8:32], order[8:32] % CLASSES] = 1.0
+
+    def focal(model: nn.Module, batch: Any) -> Tensor:
+        each = F.binary_cross_entropy_with_logits(model(batch[0]) - 3.0, batch[1], reduction="none")
+        return each.sum() / (batch[1].sum().clamp_min(1) if divided else 1.0)
+
+    found = checked(task(loss=focal, data=lambda: (points()[0], labels)), "accumulation", seed=0)["accumulation"]
+    assert (found.passed, found.cause) == (passed, cause), found
+
+
 def test_weights_of_classes_lose_no_check() -> None:
     found = checked(task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, CLASSES + 1))), "initial loss")[
         "initial loss"

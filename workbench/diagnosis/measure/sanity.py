@@ -418,6 +418,10 @@ def _accumulation(training: Training, seen: Seen, line: Line, done: dict[str, Ch
         raise Unjudged("model or loss draw random numbers in evaluation mode, too, and others for parts of a batch")
     slope = float(total @ whole) / norm**2
     if float((total - slope * whole).norm()) / norm < limit * 10 and abs(slope * parts - 1) < 0.05:
+        several_samples, of_batch = samples_in(seen.batches[0], training.batch_size) or 0, abs(seen.losses[0])
+        if several_samples >= 2 * count and of_batch < abs(loss) * several_samples / count / 2:  # it is divided by a number that was 0 or 1
+            figure += f"; but the loss of {several_samples} samples is {of_batch:.3g}, of {count} it is {abs(loss):.3g}"
+            return judged(figure, "unequal_micro_batches", sure=False)
         return judged(figure, "sum_reduction")
     targets = [sum(call.targets for call in part.losses) for _, part, *_ in several]
     if len(set(targets)) > 1:
