@@ -581,6 +581,29 @@ def test_a_loss_over_the_number_of_positives_is_no_sum(divided: bool, passed: bo
     assert (found.passed, found.cause) == (passed, cause), found
 
 
+class Translator(nn.Module):
+    """An encoder, and a decoder that is given what it has written so far; it may move this by one token itself."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.moves, self.words, self.head = moves, nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.reads, self.writes = nn.GRU(16, 16, batch_first=True), nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, source: Tensor, written: Tensor) -> Tensor:
+        written = F.pad(written[:, :-1], (1, 0)) if self.moves else written
+        logits: Tensor = self.head(self.writes(self.words(written), self.reads(self.words(source))[1])[0])
+        return logits
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_decoder_that_is_given_its_own_targets_is_named(moves: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0], batch[0].flip(1)).flatten(0, 1), batch[0].flip(1).flatten())
+
+    found = checked(task(lambda: Translator(moves=moves), loss, sentences), "label alignment")["label alignment"]
+    assert (found.passed, found.cause) == ((True, "") if moves else (False, "targets_are_inputs")), found
+
+
 def test_weights_of_classes_lose_no_check() -> None:
     found = checked(task(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, CLASSES + 1))), "initial loss")[
         "initial loss"

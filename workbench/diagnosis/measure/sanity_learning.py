@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from workbench.core import units
 from workbench.diagnosis.analysis.sanity import Check, judged
 from workbench.diagnosis.measure.checked_training import FEW, Line, Seen, Training, Unjudged, loss_value
-from workbench.diagnosis.measure.token_targets import of_tokens, reads_its_target
+from workbench.diagnosis.measure.token_targets import given_targets, of_tokens, reads_its_target
 from workbench.diagnosis.measure.watched_forward import ELEMENTWISE, LossCall, Watched
 from workbench.harness.batches import bytes_of, tensors_of
 from workbench.harness.discover import discover
@@ -184,6 +184,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
         return judged("each target is the token that the model is given at its own position", "targets_are_inputs")
     if tokens == "next but one":
         return judged("each target is the token two positions after the last that the model may read", "shifted_twice")
+    if not tokens and (given := given_targets(seen)) is not None and reads_its_target(training, seen, given):
+        return judged("each target is the token that the decoder is given at its own position", "targets_are_inputs")
     if tokens == "next" and reads_its_target(training, seen):
         return judged("predictions of earlier tokens change with a later one that they are to predict", "sees_its_targets")
     learns = done.get("overfitting")

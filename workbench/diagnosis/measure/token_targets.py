@@ -38,22 +38,43 @@ def of_tokens(seen: Seen) -> Literal["same", "next", "next but one", ""]:
     return "next but one" if not several and equal(target[:, : length - 2], tokens[:, 2:], judged[:, : length - 2]) else ""
 
 
+def given_targets(seen: Seen) -> Tensor | None:
+    """Whole numbers that the model is called with after its first tokens, as its decoder is, and that are the targets of the first loss."""
+    call = seen.watched.losses[0]
+    if call.name not in ("cross_entropy", "nll_loss") or call.target.is_floating_point():
+        return None
+    target = call.target.flatten()
+    judged = target != call.options.get("ignore_index", -100)
+
+    def equal(tokens: Tensor) -> bool:
+        varied = tokens.numel() == len(target) and bool((tokens != tokens[0, 0]).any())
+        return varied and bool(judged.sum() > 1) and bool((tokens.flatten() == target)[judged].all())
+
+    return next(filter(equal, _all_tokens(seen)[1:]), None)
+
+
 def _tokens(seen: Seen) -> Tensor | None:
     """Whole numbers [sequences, positions] that the model is called with."""
+    return next(iter(_all_tokens(seen)), None)
+
+
+def _all_tokens(seen: Seen) -> list[Tensor]:
     args, kwargs = seen.watched.root or ((), {})
     given = kwargs.get("input_ids")
-    found = [given] if isinstance(given, Tensor) else tensors_of(list(args)) + tensors_of(kwargs)
-    return next((x for x in found if x.ndim == 2 and x.dtype in (torch.int32, torch.int64) and x.shape[1] > 2), None)
+    found = tensors_of(list(args)) + tensors_of(kwargs)
+    found = [given, *(x for x in found if x is not given)] if isinstance(given, Tensor) else found
+    return [x for x in found if x.ndim == 2 and x.dtype in (torch.int32, torch.int64) and x.shape[1] > 2]
 
 
 @torch.no_grad()
-def reads_its_target(training: Training, seen: Seen) -> bool:
-    """Whether the predictions of earlier tokens change with a later one, which one of them is to predict.
+def reads_its_target(training: Training, seen: Seen, targets: Tensor | None = None) -> bool:
+    """Whether the predictions of earlier tokens change with a later one, which one of them is to predict; or, of `targets` that the model
+    is called with, whether a prediction changes with its own target.
 
     The model runs three times in evaluation mode, with equal random numbers. False where neither its outputs nor what it gives to a loss
     tell their positions, and where the same tokens do not give the same outputs, as in a model that keeps a state from call to call.
     """
-    tokens = _tokens(seen)
+    tokens = _tokens(seen) if targets is None else targets
     if tokens is None or not training.models or seen.watched.root is None:
         return False
     model = training.models[0].eval()
@@ -69,7 +90,8 @@ def reads_its_target(training: Training, seen: Seen) -> bool:
             found = [x for x in tensors_of(model(*args, **kwargs)) if x.is_floating_point() and x.shape[:2] == tokens.shape]
         given_to_losses = [call.input.movedim(1, -1) for call in watched.losses if call.input.ndim > 1]
         found += [x.reshape(count, -1, x.shape[-1]) for x in given_to_losses if x[..., 0].numel() in (count * length, count * (length - 1))]
-        return [x[:, :place].double() for x in found if x.ndim > 2]
+        judged = slice(place) if targets is None else slice(place, place + 1)
+        return [x[:, judged].double() for x in found if x.ndim > 2]
 
     before, again, after = outputs(tokens), outputs(tokens), outputs(other)
 
