@@ -901,7 +901,7 @@ def test_a_teacher_in_no_optimizer_needs_no_gradient(how: str, passed: bool | No
     assert ("model[1] in no optimizer and without a gradient" in found.figure) == (how in ("no_grad", "requires_grad_(False)"))
     if cause == "model_not_in_optimizer":
         assert (found.place, "torch.no_grad()" in found.advice) == ("model[1]", True), found
-        assert found.figure == "1 of 2 models"
+        assert found.figure == "1 of 2 models with gradients, but in no optimizer"
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -176,7 +176,9 @@ def _gradient_flow(training: Training, seen: Seen, line: Line, done: dict[str, C
     names = faults[cause]
     if cause == "gradients_add_up":
         return judged("the gradients of an update are the sum of those of all steps so far", cause)
-    of = f"{len(training.models)} models" if cause == "model_not_in_optimizer" else f"{count} parameters"
+    of = (
+        f"{len(training.models)} models with gradients, but in no optimizer" if cause == "model_not_in_optimizer" else f"{count} parameters"
+    )
     figure = f"{len(names)} of {of}" + "".join(f"; {len(rest)} {kind}" for kind, rest in faults.items() if kind != cause)
     doubts = {"never_stepped": not seen.stepped, "cancelled_bias": True, "model_not_in_optimizer": not outside_trains}
     sure = not doubts.get(cause)
