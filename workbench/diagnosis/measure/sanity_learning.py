@@ -227,7 +227,7 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
             raise Unjudged("the loss becomes NaN or infinite with shuffled labels alone")
         return judged(f"within {count} steps the loss becomes NaN or infinite", "rate_too_high", sure=False)
     if len(other) - count // 3 < 5:
-        raise Unjudged(f"{count} steps are too few to tell{more}")
+        raise Unjudged(f"{units.several(count, 'step')} {'is' if count == 1 else 'are'} too few to tell{more}")
     call = seen.watched.losses[0]
     least = _least(call) if len(seen.watched.losses) == len(seen.batches) else 0.0
     gain = _Gain.of(true[count // 3 :], other[count // 3 :], least)
