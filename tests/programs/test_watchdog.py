@@ -181,6 +181,50 @@ def test_messages_that_no_rank_takes_are_a_hang_and_those_of_a_slow_stage_are_no
         run.stop()
 
 
+ONLY_MESSAGES = """
+import time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, x = dist.get_rank(), torch.ones(100)
+for exchange in range(60):
+    time.sleep(0.4 + (3 if rank and exchange % 20 == 19 else 0))
+    if rank:
+        dist.send(x, 0)
+        dist.recv(x, 0)
+    else:
+        dist.recv(x, 1)
+        dist.send(x, 1)
+print("HANG", flush=True)
+if rank == 0:
+    time.sleep(1000)
+dist.recv(x, 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_that_only_send_messages_make_progress_until_one_never_sends(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ONLY_MESSAGES)
+    run = wb.launch(tmp_path / "train.py", nproc_per_node=2, runs_dir=tmp_path / "runs")
+    try:
+        until = time.monotonic() + 120
+        while run.logs().count("HANG") < 2:
+            assert run.hang is None
+            assert run.state == "running"
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        while run.hang is None:
+            assert run.state == "running"
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        assert run.hang.rank == 0
+        assert "sleeps" in run.hang.doing
+        assert run.hang.line == f"train.py:{1 + ONLY_MESSAGES.splitlines().index('    time.sleep(1000)')}"
+    finally:
+        run.stop()
+
+
 def report(rank: int, *, quiet: float, steps: int) -> dict[str, object]:
     stack = [["/me/train.py", 5 + rank, "train", "time.sleep(9)" if rank else "dist.barrier()", True]]
     pending = {"group": "0", "number": 9, "op": "barrier", "sizes": [], "dtype": "", "pending": True, "frames": []}
@@ -213,6 +257,17 @@ def test_writes_who_holds_up_the_run_and_that_it_went_on(tmp_path: Path) -> None
     run_directory.write_json(tmp_path / run_directory.HANG / "rank0.json", report(0, quiet=31, steps=9))
     Watchdog(tmp_path, "stop").run()  # the ranks that end now, one after another, are not judged any more
     assert Hang.load(tmp_path) == stopped
+
+
+def test_a_message_after_a_pause_shows_that_the_run_went_on(tmp_path: Path) -> None:
+    (tmp_path / run_directory.HANG).mkdir()
+    (tmp_path / run_directory.RUN_JSON).write_text(json.dumps({"id": "none", "spec": {"nproc_per_node": 2}}))
+    watchdog = Watchdog(tmp_path, "report")
+    for messages, quiet, over in ((4, 9, False), (4, 10, False), (5, 1, True)):
+        watchdog.look({rank: report(rank, quiet=quiet, steps=9) | {"messages": messages} for rank in range(2)})
+        named = Hang.load(tmp_path)
+        assert named is not None
+        assert (named.over is not None) == over
 
 
 def test_a_rank_that_does_not_answer_and_gets_no_core_is_not_said_to_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,3 +100,38 @@ def test_nothing_is_imported_to_read_the_last_collectives() -> None:
     environ = {"TORCH_FR_BUFFER_SIZE": "16", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", RECORDED], env=environ, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["all_reduce", "False", "False", "all_reduce", "True"], done.stderr
+
+
+COUNTED = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from workbench.runs import flight_recorder
+before = flight_recorder.messages()
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+x, counts = torch.ones(3), [before]
+dist.all_reduce(x)
+counts.append(flight_recorder.messages())
+dist.send(x, 1)
+counts.append(flight_recorder.messages())
+dist.recv(x, 1)
+counts.append(flight_recorder.messages())
+dist.group.WORLD.recv_anysource([x], 0)
+counts.append(flight_recorder.messages())
+for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, x, 1)]):
+    work.wait()
+print(*counts, flight_recorder.messages(), flight_recorder.messages())
+"""
+
+
+def test_counts_the_messages_that_torch_does_not_record() -> None:
+    pytest.importorskip("torch")
+    environ = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", COUNTED], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0", "0", "1", "2", "3", "5", "5"], done.stderr
+
+
+def test_a_torch_whose_messages_cannot_be_counted_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bindings in (types.SimpleNamespace(), types.SimpleNamespace(ProcessGroup=int)):
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", bindings)
+        monkeypatch.setattr(flight_recorder, "_counted", {})
+        assert flight_recorder.messages() == 0

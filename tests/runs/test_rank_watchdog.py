@@ -33,6 +33,7 @@ class Clock:
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     numbers = {"0": 0}
     monkeypatch.setattr(flight_recorder, "numbers", lambda: dict(numbers))
+    monkeypatch.setattr(flight_recorder, "messages", lambda: 0)
     monkeypatch.setattr(flight_recorder, "by_name", dict)  # other tests of this process may have recorded calls
     monkeypatch.setattr(rank_watchdog.rank_log, "steps_written", lambda: None)
     return numbers
@@ -96,6 +97,26 @@ def test_one_long_gap_is_not_usual_and_a_single_rank_without_steps_is_not_judged
     other = RankWatchdog(tmp_path / "other", 0, clock=clock)
     pass_time(other, clock, 60)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_message_is_progress_where_there_are_neither_steps_nor_collectives(
+    tmp_path: Path, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, clock, folder = 0, Clock(), tmp_path / run_directory.HANG
+    counts.clear()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(flight_recorder, "messages", lambda: sent)
+    watchdog = RankWatchdog(folder, 0, clock=clock)
+    for seconds in (3, 1, 1, 1, 1, 1, 1, 3, 1, 3):
+        pass_time(watchdog, clock, seconds)
+        sent += 1
+    pass_time(watchdog, clock, QUIET / 2)
+    assert not folder.exists()
+    pass_time(watchdog, clock, QUIET)
+    written = json.loads((folder / "rank0.json").read_text())
+    assert written["messages"] == 10
+    assert written["quiet"] < QUIET + 3
+    assert written["usual"] == pytest.approx(3, abs=2 * TICK)
 
 
 MESSAGES = """

@@ -71,7 +71,7 @@ class Watchdog:
     def look(self, reports: dict[int, Any]) -> bool:
         """Judge what the ranks have written; True = the run is to be stopped."""
         now = time.time()
-        numbers = {rank: (report["steps"], report["numbers"]) for rank, report in reports.items()}
+        numbers = {rank: (report["steps"], report["numbers"], report.get("messages")) for rank, report in reports.items()}
         if self._named is not None and (any(self._numbers.get(rank, number) != number for rank, number in numbers.items()) or not reports):
             self._named = replace(self._named, over=now - self._named.since)
             self._named.write(self._run_dir)

@@ -1,9 +1,9 @@
 """Watches, in a thread of each rank, whether the rank makes progress; where it makes none, writes what its threads do.
 
-Progress is a finished step or a new collective. A rank without either writes `hang/rank<r>.json`: the stacks of all threads, its last
-collectives, whether it works (CPU, disk, children) or is stuck, and, before its second step or while it waits for a message, for how long
-it has been idle (`IdleTime`). `hang.py` judges what all ranks have written, `programs/watchdog.py` collects it. While there is progress the
-thread looks at two counters twice a second, and writes nothing.
+Progress is a finished step, or a call of a collective, a send or a receive. A rank without any writes `hang/rank<r>.json`: the stacks of
+all threads, its last collectives, whether it works (CPU, disk, children) or is stuck, and, before its second step or while it waits for a
+message, for how long it has been idle (`IdleTime`). `hang.py` judges what all ranks have written, `programs/watchdog.py` collects it. While
+there is progress the thread looks at three counters twice a second, and writes nothing.
 
 A rank in C code that holds Python's lock cannot run this thread. For it, a signal lets `faulthandler` print all stacks to stderr.
 """
@@ -47,8 +47,8 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
 """The signal upon which a rank prints its stacks: none that batch systems or users send."""
 MOST_FRAMES = 60
 FIRST_COLLECTIVES = 6
-"""Collectives with which a script begins, where its steps are not counted: DDP compares and sends the weights. Pauses until then, or until
-the first step, are those of the start."""
+"""Collectives with which a script begins, where its steps are not counted: DDP compares and sends the weights. Pauses until
+then, until as many messages, or until the first step, are those of the start."""
 IDLE = {"cpu": 0.04, "bytes": 4096.0, "wakes": 5.0}
 """CPU seconds and bytes of a process, and times that a thread wakes up, per second: up to these it is idle. What only looks after something
 wakes once a second, a slow download with each packet."""
@@ -72,7 +72,7 @@ class RankWatchdog:
         self._folder, self._rank, self._clock = folder, rank, clock
         self._path = folder / f"rank{rank}.json"
         self._main = threading.main_thread()
-        self._count: tuple[int | None, dict[str, int]] = (None, {})
+        self._count: tuple[int | None, dict[str, int], int] = (None, {}, 0)
         self._since, self._gaps, self._written = clock(), [0.0, 0.0], -1e9
         self._samples: deque[dict[str, Any]] = deque(maxlen=round(WINDOW / TICK))
         self._idle_time, self._idle = IdleTime(), 0.0
@@ -80,9 +80,10 @@ class RankWatchdog:
 
     def tick(self) -> None:
         """Look once; write, or delete what was written, where that is due."""
-        now, count = self._clock(), (rank_log.steps_written(), self._count[1] | flight_recorder.numbers())
+        now, messages = self._clock(), flight_recorder.messages()
+        count = rank_log.steps_written(), self._count[1] | flight_recorder.numbers(), messages
         if count != self._count:
-            if self._count[0] or (self._count[0] is None and max(self._count[1].values(), default=0) >= FIRST_COLLECTIVES):
+            if self._count[0] or (self._count[0] is None and max([*self._count[1].values(), self._count[2]]) >= FIRST_COLLECTIVES):
                 self._gaps = sorted([*self._gaps, now - self._since])[-2:]
             self._count, self._since = count, now
             self._samples.clear()
@@ -154,6 +155,7 @@ class RankWatchdog:
             "usual": self._gaps[0],
             "steps": self._count[0],
             "numbers": flight_recorder.by_name(self._count[1]),
+            "messages": self._count[2],
             "works": works,
             "repeats": repeats,
             "idle": self._idle,
