@@ -131,7 +131,7 @@ def test_counts_the_messages_that_torch_does_not_record() -> None:
 
 
 def test_a_torch_whose_messages_cannot_be_counted_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder._Counted, "calls", 0)
     for bindings in (types.SimpleNamespace(), types.SimpleNamespace(ProcessGroup=int)):
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", bindings)
-        monkeypatch.setattr(flight_recorder, "_counted", {})
         assert flight_recorder.messages() == 0

@@ -5,6 +5,7 @@ again, or with the run.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
-from workbench.core.system_load import cpu_of_process, waited_for_core
+from workbench.core.system_load import cpu_of_process, descendants, waited_for_core
 from workbench.runs import hang
 from workbench.runs.hang import Hang
 from workbench.runs.rank_watchdog import DUMP_SIGNAL, QUIET
@@ -136,7 +137,7 @@ class Watchdog:
 
     def _ask_workers(self, rank: int, pid: int) -> dict[int, tuple[str, str]]:
         """The line and stack of a worker of a rank's loader, if one says so."""
-        for child in _children(pid):
+        for child in itertools.islice(descendants(pid), 1, None):
             stack = self._dump(rank, child)
             if "/torch/utils/data/_utils/" in stack:
                 fetching = [frame for frame in hang.frames_of_dump(stack) if "/torch/utils/data/_utils/fetch.py" in frame[0]]
@@ -177,14 +178,6 @@ def _stat(pid: int) -> tuple[str, int]:
     """State and parent of a process."""
     state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return state, int(parent)
-
-
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += map(int, task.read_text().split())
-    return children
 
 
 def main() -> None:

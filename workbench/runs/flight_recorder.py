@@ -65,31 +65,28 @@ def numbers() -> dict[str, int]:
 
 
 class _Counted:
-    """A method of a class of torch that counts how often it is looked up to be called. It adds no frame to the caller's stack."""
+    """A method of a class of torch, whose calls are counted as it is looked up: so the caller's stack gets no further frame."""
+
+    calls = 0
 
     def __init__(self, method: Any) -> None:
-        self.method, self.calls = method, 0
+        self.method = method
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        self.calls += instance is not None
+        _Counted.calls += instance is not None
         return self.method.__get__(instance, owner)
-
-
-_counted: dict[str, _Counted] = {}
 
 
 def messages() -> int:
     """Sends and receives that this process has called since this was first called with `torch.distributed` loaded, requests for them
     (`isend`, `irecv`) included; 0 where torch does not let them be counted.
     """
-    if not _counted and (bindings := sys.modules.get("torch._C._distributed_c10d")):
-        with contextlib.suppress(Exception):  # another release of torch
-            group = bindings.ProcessGroup
-            for name in ("send", "recv", "recv_anysource"):
-                counted = _Counted(vars(group)[name])
-                setattr(group, name, counted)
-                _counted[name] = counted
-    return sum(counted.calls for counted in _counted.values())
+    group = getattr(sys.modules.get("torch._C._distributed_c10d"), "ProcessGroup", None)
+    with contextlib.suppress(Exception):  # torch.distributed is not loaded, or it is another release of torch
+        for name in ("send", "recv", "recv_anysource"):
+            if not isinstance(method := vars(group)[name], _Counted):
+                setattr(group, name, _Counted(method))
+    return _Counted.calls
 
 
 def by_name(counts: Mapping[str, int]) -> dict[str, int]:

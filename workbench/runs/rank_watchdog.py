@@ -31,7 +31,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.core.checks import number_or_default
 from workbench.core.package import is_users
-from workbench.core.system_load import PROC, cpu_of_process, cpu_of_tree, descendants
+from workbench.core.system_load import PROC, cpu_of_process, cpu_of_tree, descendants, text_of
 from workbench.runs import flight_recorder
 from workbench.timeline import rank_log
 
@@ -225,10 +225,8 @@ def _message(frames: list[FrameType]) -> dict[str, Any] | None:
 
 def _switches(thread: int | None) -> int:
     """How many times the kernel has taken a thread off its core: what waits and is not woken keeps that number."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
-    return 0
+    lines = text_of(PROC / "self" / "task" / str(thread) / "status").splitlines()
+    return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
 
 
 def _main_state() -> str:
