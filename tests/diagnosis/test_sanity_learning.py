@@ -954,3 +954,23 @@ def test_a_loss_that_still_falls_when_time_ends_is_no_fault(steps: int) -> None:
     else:
         with pytest.raises(Unjudged, match=r"\d+ of 200 steps fitted into the budget; give a larger budget_s"):
             overfitting(training, seen, Hurried(steps), {})
+
+
+def test_a_schedule_that_steps_too_often_is_no_fault_of_the_labels() -> None:
+    """StepLR(gamma=0.1) in each batch: the labels were said to carry nothing, since nothing was learnt after three steps."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+
+    def step(batch: Any) -> Tensor:
+        loss = classify(model, batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        return loss
+
+    with of_step(Step(step=step, loader=DataLoader(TensorDataset(*points(4096)), 32)), ()) as training:
+        found = checked(training, "label alignment")["label alignment"]
+    assert found.passed is None
+    assert "does a schedule step too often?" in found.figure

@@ -72,7 +72,7 @@ ELSEWHERE = {
     "nnodes": ("tests/runs/test_nodes.py", "wb.launch(SPEC, nnodes=2, nproc_per_node=1"),
     "offload": ("tests/runs/test_training_knobs.py", '({"offload": "activations"}'),
 }
-"""Knob → test that launches a run with it, and how: two machines take a launch of their own, and a CPU is refused one that offloads."""
+"""Knob → the test that has it, and how: two machines take a launch of their own, and `offload`, which needs a GPU, is refused on a CPU."""
 
 
 def test_each_knob_is_turned_in_a_launched_run() -> None:

@@ -206,7 +206,9 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
             if more or size > 2**28:
                 return
 
+    rate = _largest_rate(training)
     true, _, _ = _labelled(training, line, collected(), shuffled=False)
+    last = _largest_rate(training)
     keep.restore()
     other, moved, targets = _labelled(training, line, batches, shuffled=True)
     keep.restore()
@@ -267,6 +269,8 @@ def label_alignment(training: Training, seen: Seen, line: Line, done: dict[str, 
     most = max(gain.mean, 0.0) + 2 * gain.error
     if most > learnt / 4 and (gain.mean > 2 * gain.error or most > small):
         raise Unjudged(f"{figure}: too few to tell{more}")
+    if last < FALLEN_RATE * rate:
+        raise Unjudged(f"{figure}, in which the learning rate falls from {rate:.3g} to {last:.3g}: does a schedule step too often?")
     lacks = f"{needed} targets" if samples < needed else f"{steps} steps" if count < steps else ""
     if not lacks and rare is not None and rare < needed // 2:
         figure, lacks = f"{figure}, of which {rare} are not of the most frequent class", f"{needed // 2} of these"
