@@ -66,7 +66,7 @@ QUESTIONS = ("importlib.metadata", "importlib.resources", "importlib.util.find_s
 NAMED = re.compile(rf"(?:^|-m |-m -- |`)(?P<name>{NAME}\.[\w.:]+)(?=$|[ \"'`;,)(])")
 """The name of one of our modules in a string that is nothing else, after `-m`, or in backticks."""
 
-LIMITS = {"packages": len(PACKAGES), "files": 500, "lines": 113_500, "longest file": 500}
+LIMITS = {"packages": len(PACKAGES), "files": 500, "lines": 114_500, "longest file": 500}
 MEDIAN = (120, 250)
 
 
