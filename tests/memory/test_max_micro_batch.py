@@ -422,3 +422,26 @@ def test_where_no_number_surely_fits_none_is_named() -> None:
     assert found.surely == 0
     assert "not certain, since memory outside" in found.word
     assert "certain to fit" not in found.word
+
+
+class Loop(nn.Module):
+    """A Python loop over the samples: the operators of a step are as many as these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.block(sample) for sample in x])
+
+
+@pytest.mark.parametrize("model", [Net, Loop])
+def test_a_program_that_depends_on_its_batch_is_said_to_need_a_run_for_each(
+    model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each doubling of the batch doubles the time of a dry run of such a loop: it went on for many minutes, and no line said why."""
+    lines = list[str]()
+    monkeypatch.setattr("workbench.memory.max_micro_batch.tick", lines.append)
+    max_micro_batch(model, "cpu", capacity=48 * 2**20, margin=0.0, **GIVEN)
+    why = [line for line in lines if "if the step loops over samples in Python" in line]
+    assert why == (lines[1:] if model is Loop else [])

@@ -14,13 +14,15 @@ from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
 from workbench.memory.analysis.fit import MARGIN, ranks_here, usable_memory
 from workbench.memory.analysis.whatif import MaxMicroBatch, needed, needed_at_most
-from workbench.memory.api import estimate_memory
+from workbench.memory.api import estimate_memory, record
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import device_or_batch
 from workbench.runs.task import Task, resolve
 
 NODES = (7, 11)
 """Micro-batches of the two dry runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
+EACH = "; each size needs a run, since the program depends on it: if the step loops over samples in Python, take whole batches instead"
+"""What the progress line says where two dry runs do not tell all others."""
 ATTEMPTS = 3
 """Pairs of runs, each near the answer of the one before, until one is right; after them the answer is looked for by single runs."""
 
@@ -133,7 +135,7 @@ class _Runs:
         """The memory with so many samples."""
         if batch not in self._seen:
             self.count += 1
-            tick(f"dry run {self.count}: micro_batch={batch}")
+            tick(f"dry run {self.count}: micro_batch={batch}" + EACH * (self._family is None))
             self._seen[batch] = estimate_memory(self._target, device=self._device, **{**self._options, "micro_batch": batch})
         return self._seen[batch]
 
@@ -207,7 +209,6 @@ def batch_family(target: Any, batches: Sequence[int] = NODES, *, device: str | D
     Raises:
         ValueError: as `estimate_memory`.
     """
-    from workbench.memory.api import record
     from workbench.memory.estimate.plan import plan_of
 
     logs = {batch: record(plan_of(target, device=device, **{**options, "micro_batch": batch}))[0] for batch in batches}
