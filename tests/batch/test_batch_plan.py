@@ -247,7 +247,7 @@ def test_a_run_that_is_shorter_than_a_step_of_the_new_batch_is_called_so() -> No
 def test_memory_of_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def largest(spec: wb.RunSpec, device: str, *, world_size: int) -> SimpleNamespace:
+    def largest(spec: wb.RunSpec, device: str, *, world_size: int, budget_s: None) -> SimpleNamespace:
         asked.append((spec.accumulation, device, world_size))
         return SimpleNamespace(micro_batch=24 if device == "T4" else 0, device=device, word=f"not even one sample fits {device}")
 

@@ -19,7 +19,7 @@ from workbench.memory.analysis.whatif import SAME, MemoryComparison, combination
 from workbench.memory.api import compare_memory, estimate_memory
 from workbench.memory.estimate.examples import COLLATED, sample_batch
 from workbench.memory.ladder import memory_ladder, timed_estimate
-from workbench.memory.max_micro_batch import max_micro_batch
+from workbench.memory.max_micro_batch import UnfinishedSearch, max_micro_batch
 from workbench.runs.task import Task
 
 WIDTH = 256
@@ -435,13 +435,56 @@ class Loop(nn.Module):
         return torch.stack([self.block(sample) for sample in x])
 
 
-@pytest.mark.parametrize("model", [Net, Loop])
-def test_a_program_that_depends_on_its_batch_is_said_to_need_a_run_for_each(
-    model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each doubling of the batch doubles the time of a dry run of such a loop: it went on for many minutes, and no line said why."""
-    lines = list[str]()
-    monkeypatch.setattr("workbench.memory.max_micro_batch.tick", lines.append)
-    max_micro_batch(model, "cpu", capacity=48 * 2**20, margin=0.0, **GIVEN)
-    why = [line for line in lines if "if the step loops over samples in Python" in line]
-    assert why == (lines[1:] if model is Loop else [])
+@pytest.fixture
+def seconds_per_sample(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What a dry run takes by the clock of the search, in seconds: at least, and for each sample."""
+    now, taken = [0.0], [0.0, 1.0]
+
+    def timed(*args: Any, **options: Any) -> Any:
+        now[0] += taken[0] + taken[1] * options["micro_batch"]
+        return estimate_memory(*args, **options)
+
+    monkeypatch.setattr("workbench.memory.max_micro_batch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("workbench.memory.max_micro_batch.estimate_memory", timed)
+    return taken
+
+
+def test_a_search_ends_with_its_budget_and_returns_what_it_has(seconds_per_sample: list[float]) -> None:
+    """Of a step that loops over its samples in Python, each doubling of the batch doubles the time of a dry run: it went on for minutes."""
+    where = {"device": "cpu", "capacity": 48 * 2**20, "margin": 0.0}
+    whole = max_micro_batch(Loop, budget_s=None, **where, **GIVEN)
+    assert not isinstance(whole, UnfinishedSearch)
+    found = max_micro_batch(Loop, budget_s=20.0, **where, **GIVEN)  # 1 + 2 + 4 + 8 s, and 16 s would be too much
+    assert isinstance(found, UnfinishedSearch)
+    assert (found.micro_batch, found.tried, found.too_many, found.runs) == (8, (1, 2, 4, 8), 0, 6)
+    assert found.breakdown.total == found.next.total == estimate_memory(Loop, device="cpu", micro_batch=8, **GIVEN).total
+    assert whole.micro_batch <= found.by_line <= 1.25 * whole.micro_batch  # the moment of the peak moves
+    assert found.word == "micro_batch=8 fits main memory; larger ones were not tried, since the budget of 20.0 s is over"
+    assert f"a line through the memory of 4 and 8 samples predicts at most about micro_batch={found.by_line}, which no" in found.reason
+    assert "seems to loop over them in Python" in found.reason
+    assert found.reason.endswith("budget_s=None searches to the end")
+    assert found.word in str(found)
+    for text in (repr(found), found._repr_html_()):
+        assert "8" in text
+
+
+def test_a_search_that_ends_between_two_numbers_says_which(seconds_per_sample: list[float]) -> None:
+    seconds_per_sample[:] = [3.0, 0.0]
+    whole = max_micro_batch(Loop, "cpu", capacity=48 * 2**20, margin=0.0, budget_s=None, **GIVEN)
+    doublings = whole.micro_batch.bit_length() + 1
+    found = max_micro_batch(Loop, "cpu", capacity=48 * 2**20, margin=0.0, budget_s=3.0 * doublings + 1, **GIVEN)
+    assert isinstance(found, UnfinishedSearch)
+    assert found.micro_batch <= whole.micro_batch < found.too_many == 2 * found.micro_batch
+    assert needed(found.breakdown) <= found.capacity < needed(found.next)
+    assert found.micro_batch <= found.by_line <= whole.micro_batch
+    assert f"{found.micro_batch} and {found.too_many} samples predicts at least about micro_batch={found.by_line}" in found.reason
+    assert f"and micro_batch={found.too_many} does not; numbers between them were not tried" in found.word
+    assert "Python" not in found.reason
+
+
+def test_a_program_that_does_not_depend_on_the_batch_is_searched_to_the_end(seconds_per_sample: list[float]) -> None:
+    found = max_micro_batch(Net, "cpu", capacity=2**30, budget_s=0.1, **GIVEN)
+    assert needed(found.breakdown) <= found.capacity < needed(found.next)
+    assert not isinstance(found, UnfinishedSearch)
+    with pytest.raises(ValueError, match="budget_s=0: seconds above 0"):
+        max_micro_batch(Net, "cpu", budget_s=0, **GIVEN)

@@ -83,7 +83,9 @@ def largest_micro_batch(spec: RunSpec, device: str | Device | None, largest: Any
         return None, ""
     from workbench.memory.max_micro_batch import WholeDataset, max_micro_batch
 
-    fits = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel * spec.pipeline_parallel)
+    fits = max_micro_batch(
+        spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel * spec.pipeline_parallel, budget_s=None
+    )
     if not fits.micro_batch:
         raise SpecError(f"nothing fits: {fits.word}")
     if isinstance(fits, WholeDataset):

@@ -161,7 +161,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
         run=run.name,
         room=available,
         ladder=memory_ladder(spec, device, capacity=available.bytes, margin=margin),
-        largest=max_micro_batch(spec, device, capacity=available.bytes, margin=margin),
+        largest=max_micro_batch(spec, device, capacity=available.bytes, margin=margin, budget_s=None),
         micro_batch=spec.micro_batch,
     )
 

@@ -49,7 +49,7 @@ def choose_micro_batch(spec: RunSpec, *, device: str | Device, room: int, margin
     limit = less_margin(room, margin) + context
     estimate, size = estimate_memory(spec, example, device=device, micro_batch=most), most
     if needed(estimate) > limit:
-        largest = max_micro_batch(spec, device, capacity=limit, margin=0.0, batch=example)
+        largest = max_micro_batch(spec, device, capacity=limit, margin=0.0, budget_s=None, batch=example)
         estimate, size = largest.breakdown, largest.micro_batch
     figures = {"bytes": needed(estimate) - context, "limit": limit - context}
     if not size:
