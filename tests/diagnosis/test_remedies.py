@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Loading, Repeated, Stalls, Tables
 from workbench.diagnosis.analysis.remedies import PART_OF, remedies_for
-from workbench.diagnosis.analysis.remedy import LESS_PYTHON, Remedy
+from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement, judge
 from workbench.harness.results import VariantTimes
@@ -32,7 +32,7 @@ def remedies(evidence: Evidence, spec: RunSpec | ScriptSpec | None = None) -> di
     found = remedies_for(evidence, judge(evidence), spec=spec)
     cautious = [1 / (0.1 + 0.9 / one.speedup) if one.ceiling else one.speedup for one in found]  # a tenth may remain
     expected = [1 + (gain - 1) / 2 if one.ceiling else gain for one, gain in zip(found, cautious, strict=True)]
-    gains = [(one.scope == "cause", one.name != LESS_PYTHON, gain) for one, gain in zip(found, expected, strict=True)]
+    gains = [(one.scope == "cause", not one.vague, gain) for one, gain in zip(found, expected, strict=True)]
     assert gains == sorted(gains, reverse=True)
     for one in found:
         assert one.low <= one.speedup <= one.high

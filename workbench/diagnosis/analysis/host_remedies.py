@@ -9,7 +9,7 @@ from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, own_code
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.remedy import LESS_PYTHON, Case, Remedy, ceiling, gain_of
+from workbench.diagnosis.analysis.remedy import Case, Remedy, ceiling, gain_of
 from workbench.runs.spec import RunSpec, SpecError
 
 ALLOCATOR = "allocator retries"
@@ -130,9 +130,10 @@ def _launches(case: Case, saved: Interval, where: str, most: bool) -> Iterator[R
         yield ceiling(case, f"fewer calls of {looped.name or looped.kind}", what, all_of_it, gone)
         return
     named_share = max((function.share for function in (helper, called) if function), default=0.0)
-    if named_share < MIN_EXPLAINED * saved.mid:  # else `less_own_code` says so of its function
+    if not launches or named_share < MIN_EXPLAINED * saved.mid:  # else `less_own_code` says so of its function
         what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
-        yield ceiling(case, LESS_PYTHON, what, all_of_it, gone)
+        less = ceiling(case, "less Python in the step", what, all_of_it, gone)
+        yield less and replace(less, vague=launches)
 
 
 def _has_loops(e: Evidence) -> bool:

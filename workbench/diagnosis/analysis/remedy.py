@@ -55,6 +55,8 @@ class Remedy(JsonDataclass):
     """What the cores allow at most, even on an idle machine: `high` is never more. inf = no such limit is known."""
     scope: str = "cause"
     """One of SCOPES: whether it removes what the verdict names."""
+    vague: bool = False
+    """True: it says what kind of work to look for, but no module, function or knob to change."""
 
     @property
     def interval(self) -> Interval:
@@ -173,15 +175,11 @@ LEFT_SHARE = 0.1
 remedies, instead of 3.1×."""
 
 
-LESS_PYTHON = "less Python in the step"
-"""Name of the remedy that names no line, function or module to change."""
-
-
 def sort_key(remedy: Remedy) -> tuple[bool, bool, float]:
     """Sort key of remedies: first those that remove what the verdict names, and of these that name what to change; then by gain, the
     largest first.
     """
-    return remedy.scope != "cause", remedy.name == LESS_PYTHON, -gain_of(remedy)
+    return remedy.scope != "cause", remedy.vague, -gain_of(remedy)
 
 
 def surest_first(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
