@@ -326,7 +326,7 @@ def test_the_command_proves_a_script_or_says_where_to_edit_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     found = [launched(by_hand, data_wait=0.06, cpu=0.02), launched(by_hand, trained_by="Muon", cores=1.0, optimizer=0.02)]
-    monkeypatch.setattr(wb, "diagnose", lambda *_, **__: found.pop(0))
+    monkeypatch.setattr("workbench.diagnosis.commands.diagnose", lambda *_, **__: found.pop(0))
     play(monkeypatch, Turns({"as it is": 0.08, "num_workers=3": 0.025}, replaced=("num_workers", "persistent_workers")))
     assert main(["diagnose", "train.py", "--prove", "--budget", "30"]) == 0
     said = capsys.readouterr().out

@@ -124,7 +124,7 @@ if __name__ == "__main__":
                 subprocess.run([sys.executable, "-c", "import saver, sys; saver.save(*sys.argv[1:])", *given], check=True)
             if mode == "beside":
                 (out / "beside.txt").write_text(str(step))
-                time.sleep(0.2)  # nothing else is done in the folder while it is found and cut, on a busy machine, too
+                time.sleep(0.5)  # nothing else is done in the folder while it is found and cut, on a busy machine, too
 """
 """Its checkpoints are written, and renamed at once, by another process."""
 ROOT = Path(__file__).parents[2]
