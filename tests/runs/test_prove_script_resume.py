@@ -124,7 +124,7 @@ if __name__ == "__main__":
                 subprocess.run([sys.executable, "-c", "import saver, sys; saver.save(*sys.argv[1:])", *given], check=True)
             if mode == "beside":
                 (out / "beside.txt").write_text(str(step))
-                time.sleep(0.5)  # nothing else is done in the folder while it is found and cut, on a busy machine, too
+                time.sleep(0.3)  # nothing else is done in the folder while it is found and cut, on a busy machine, too
 """
 """Its checkpoints are written, and renamed at once, by another process."""
 ROOT = Path(__file__).parents[2]
@@ -343,7 +343,7 @@ def test_what_a_process_of_multiprocessing_saves_and_renames_at_once_is_cut(plai
     assert proof.exact, proof
 
 
-@pytest.mark.parametrize("mode", ["beside", pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [pytest.param("beside", marks=pytest.mark.alone), pytest.param("alone", marks=pytest.mark.slow)])
 def test_what_cannot_be_cut_is_not_proved(plain: str, mode: str) -> None:
     """Another program renames at once what it has written. What the script writes beside it is cut, or nothing is."""
     proof = prove("saver.py", ["{out}", mode], during_save=True)
