@@ -53,6 +53,7 @@ def test_no_predictor_is_worse_than_committed(reality: Any, capsys: pytest.Captu
     assert "530B" in shown
 
 
+@pytest.mark.slow
 def test_targets_on_published_curves(reality: Any, held_out: Any, prefixes: Any) -> None:
     assert len(held_out) == 11
     found, naive = reality.summary(held_out), reality.mean_errors(held_out)[reality.NAIVE][0]

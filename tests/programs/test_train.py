@@ -73,6 +73,7 @@ def train_alone(spec: RunSpec, ranks: Ranks, run_dir: Path, task: Task | None = 
 # --- equivalences
 
 
+@pytest.mark.slow
 def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks, forks: Forks) -> None:
     """One launch: two ranks equal one, a stream must be dealt out, and a configuration that fails leaves the next alone."""
     specs = [

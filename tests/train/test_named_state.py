@@ -244,6 +244,7 @@ class Counting(Converting):
         assert state["of training"] == self.calls["training"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("zero1", "zero1"), ("fsdp", "ddp"), ("ddp", "fsdp")])
 def test_modules_with_versions_load_what_is_of_the_same_version_and_convert_what_is_older(
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str

@@ -27,6 +27,7 @@ class Changed(toy_tasks.Numbers):
         return self.inputs[index] + self.noise * torch.randn(4), self.targets[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "workers"), [(0.0, 0), (0.1, 0), (0.1, 1)])
 def test_data_of_the_same_length_with_another_content_are_said(
     alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], noise: float, workers: int

@@ -49,6 +49,7 @@ def grouped(parameters: Iterable[nn.Parameter], *, together: bool, decay: float 
     return torch.optim.AdamW(groups, lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
 def test_other_groups_of_parameters_are_refused_and_other_options_are_told(alone: Ranks, tmp_path: Path, parallel: str) -> None:
     spec = spec_of(parallel=parallel)
