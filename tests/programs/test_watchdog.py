@@ -122,6 +122,21 @@ def test_slow_files_downloads_and_programs_before_the_first_step_are_no_hang(tmp
             run.stop()
 
 
+def hang_after(run: wb.Run, ranks: int) -> Hang:
+    """The hang of a run that goes on until each rank has printed that it hangs, and no sooner."""
+    until = time.monotonic() + 120
+    hung = found = False
+    while not found:
+        assert run.state == "running"
+        assert time.monotonic() < until
+        time.sleep(0.2)
+        found = run.hang is not None
+        assert hung or not found
+        hung = hung or run.logs().count("HANG") == ranks
+    assert run.hang is not None
+    return run.hang
+
+
 MESSAGES = """
 import time
 import torch, torch.distributed as dist
@@ -163,20 +178,11 @@ def test_messages_that_no_rank_takes_are_a_hang_and_those_of_a_slow_stage_are_no
     (tmp_path / "train.py").write_text(MESSAGES)
     run = wb.launch(tmp_path / "train.py", nproc_per_node=3, runs_dir=tmp_path / "runs")
     try:
-        until = time.monotonic() + 120
-        while run.logs().count("HANG") < 3:
-            assert run.hang is None
-            assert run.state == "running"
-            assert time.monotonic() < until
-            time.sleep(0.2)
-        while run.hang is None:
-            assert run.state == "running"
-            assert time.monotonic() < until
-            time.sleep(0.2)
-        assert run.hang.rank is None
-        assert "wait for each other's messages" in run.hang.message
+        hang = hang_after(run, 3)
+        assert hang.rank is None
+        assert "wait for each other's messages" in hang.message
         line = 1 + MESSAGES.splitlines().index("dist.send(x, (rank + 1) % 3)  # a ring in which all send first")
-        assert f"rank 2 waits in send to rank 0, train.py:{line}" in run.hang.message
+        assert f"rank 2 waits in send to rank 0, train.py:{line}" in hang.message
     finally:
         run.stop()
 
@@ -208,19 +214,10 @@ def test_ranks_that_only_send_messages_make_progress_until_one_never_sends(tmp_p
     (tmp_path / "train.py").write_text(ONLY_MESSAGES)
     run = wb.launch(tmp_path / "train.py", nproc_per_node=2, runs_dir=tmp_path / "runs")
     try:
-        until = time.monotonic() + 120
-        while run.logs().count("HANG") < 2:
-            assert run.hang is None
-            assert run.state == "running"
-            assert time.monotonic() < until
-            time.sleep(0.2)
-        while run.hang is None:
-            assert run.state == "running"
-            assert time.monotonic() < until
-            time.sleep(0.2)
-        assert run.hang.rank == 0
-        assert "sleeps" in run.hang.doing
-        assert run.hang.line == f"train.py:{1 + ONLY_MESSAGES.splitlines().index('    time.sleep(1000)')}"
+        hang = hang_after(run, 2)
+        assert hang.rank == 0
+        assert "sleeps" in hang.doing
+        assert hang.line == f"train.py:{1 + ONLY_MESSAGES.splitlines().index('    time.sleep(1000)')}"
     finally:
         run.stop()
 

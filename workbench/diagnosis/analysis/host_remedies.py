@@ -24,7 +24,7 @@ GC_COSTS = "the memory of reference cycles is freed only at the next collection"
 
 
 def for_host(case: Case) -> Iterator[Remedy | None]:
-    """Changes of the program that would relieve the host; people have to make them."""
+    """Changes that would relieve the host. People have to make them, but for the garbage collector and the compiling of a task."""
     c, cause = case.costs, case.judgement.cause
     if case.judgement.verdict != "host-bound":
         return
